@@ -1,0 +1,31 @@
+# Each target makes .venv with pip where it is missing; nothing else has to be installed first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo check test test-all
+
+demo: $(VENV)/.installed
+	$(BIN)/vit-scratch demo
+
+check: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "not e2e and not slow and not peer and not gpu"
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "not slow and not peer and not gpu"
+
+test-all: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet -e ".[test,check,peer]"
+	$(BIN)/python -m pytest
+
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -e .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed pyproject.toml
+	$(BIN)/python -m pip install --quiet -e ".[test,check]"
+	touch $@

@@ -1,0 +1,1 @@
+"""From a recipe and a dataset to a run folder."""

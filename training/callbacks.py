@@ -1,0 +1,129 @@
+"""What happens between steps: progress, stop requests."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+__all__ = ["Cost", "Interrupted", "ProgressBar", "StopRequests"]
+
+logger = logging.getLogger(__name__)
+
+
+class Interrupted(RuntimeError):
+    """Training was asked to stop and has saved a checkpoint to go on from."""
+
+
+class ProgressBar(TrainerCallback):
+    """One bar on stderr with the last logged figures, rate and time to go."""
+
+    def __init__(self, title: str):
+        self.title = title
+        self.bar: Any = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            self.bar = tqdm(
+                total=state.max_steps, initial=state.global_step, desc=self.title, unit="step", dynamic_ncols=True
+            )
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        shown = {"loss": "loss", "learning_rate": "lr", "eval_accuracy": "val", "images_per_second": "img/s"}
+        if self.bar is not None and logs:
+            figures = {label: f"{logs[name]:.4g}" for name, label in shown.items() if name in logs}
+            if figures:
+                self.bar.set_postfix(figures)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+class StopRequests(TrainerCallback):
+    """Turns SIGTERM and SIGINT into a checkpoint and a stop at the next step boundary, on all ranks at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.stopped = False
+        self._previous: dict[int, Any] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if threading.current_thread() is threading.main_thread():  # signal handlers cannot be set elsewhere
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._request)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step < state.max_steps and self._requested_anywhere(args):
+            self.stopped = True
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        for signal_number, handler in self._previous.items():  # a second signal ends the process at once
+            signal.signal(signal_number, handler)
+        logger.warning("%s received: saving a checkpoint after this step, then stopping", signal.Signals(number).name)
+
+    def _requested_anywhere(self, args: TrainingArguments) -> bool:
+        if args.world_size == 1:
+            return self.requested
+        flag = torch.tensor(float(self.requested), device=args.device)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+        return bool(flag.item())
+
+
+class Cost(TrainerCallback, ExportableState):
+    """Seconds of wall time and of all cores that this process and its workers took, over all sessions of a run."""
+
+    def __init__(self, elapsed_seconds: float = 0.0, cpu_seconds: float = 0.0):
+        self.before = {"elapsed_seconds": elapsed_seconds, "cpu_seconds": cpu_seconds}
+        self.start = time.perf_counter()
+
+    def add(self, cost: dict[str, float]) -> None:
+        """Counts what earlier sessions took."""
+        self.before = {name: self.before[name] + cost[name] for name in self.before}
+
+    def state(self) -> dict[str, Any]:
+        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        own_cpu = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+        attributes = {
+            "elapsed_seconds": self.before["elapsed_seconds"] + time.perf_counter() - self.start,
+            "cpu_seconds": self.before["cpu_seconds"] + own_cpu,
+        }
+        return {"args": {}, "attributes": attributes}

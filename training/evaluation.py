@@ -1,0 +1,111 @@
+"""Evaluation of a model on a split: logits in float32 over all ranks, and the figures made of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from torch.utils.data import DataLoader, Subset
+from tqdm.auto import tqdm
+
+from modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchImageProcessor
+from modeling_vit_scratch.errors_vit_scratch import InputError
+from training import run_folder
+from training.arguments import EvaluateRecipe
+from training.data import LabelledImages, load_image_dataset
+from training.image_tensors import EvaluationImages
+from training.metrics import evaluate_predictions
+from training.parsing import parse_recipe
+from training.pretrained import class_names_of, load_classifier, load_processor
+
+__all__ = ["evaluate", "predict_logits", "probabilities_of"]
+
+
+def evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
+    """Returns the "evaluation" block of metrics.json for a stored model and a split."""
+    arguments = recipe.evaluation
+    if arguments.model_name_or_path is None:
+        raise InputError("--model_name_or_path is missing: name the folder or Hub repo of the model")
+    model = load_classifier(arguments.model_name_or_path, arguments.revision)
+    processor = load_processor(arguments.model_name_or_path, arguments.revision)
+    class_names = class_names_of(model.config)
+    dataset = load_image_dataset(recipe.data, class_names=class_names)
+    images = {"train": dataset.train, "validation": dataset.validation, "test": dataset.test}[arguments.split]
+    if images is None:
+        raise InputError(f"--split {arguments.split}: the dataset has none; --{arguments.split}_fraction carves one")
+    logits = predict_logits(
+        model, processor, images, batch_size=arguments.batch_size, num_workers=recipe.data.dataloader_num_workers or 0
+    )
+    evaluation = evaluate_predictions(logits, images.labels, class_names, split=arguments.split)
+    if arguments.output_dir is not None and PartialState().is_main_process:
+        folder = Path(arguments.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        run_folder.write_json(folder / run_folder.METRICS_FILE, {"evaluation": evaluation})
+        run_folder.write_predictions(
+            folder / run_folder.PREDICTIONS_FILE,
+            sample_ids=images.sample_ids,
+            labels=images.labels,
+            probabilities=probabilities_of(logits, model),
+        )
+    return evaluation
+
+
+@torch.inference_mode()
+def predict_logits(
+    model: ViTScratchForImageClassification,
+    processor: ViTScratchImageProcessor,
+    images: LabelledImages,
+    *,
+    batch_size: int,
+    num_workers: int = 0,
+) -> np.ndarray:
+    """Returns logits (N, K) float32 in the order of the rows, computed in float32, shared by all ranks."""
+    state = PartialState()
+    rows = range(state.process_index, len(images), state.num_processes)
+    loader = DataLoader(
+        Subset(EvaluationImages(images, processor), rows), batch_size=batch_size, num_workers=num_workers
+    )
+    model.eval().to(state.device)
+    logits = [
+        model(pixel_values=batch["pixel_values"].to(state.device)).logits.float().cpu()
+        for batch in tqdm(loader, desc=f"evaluate {images.name}", unit="batch", disable=not state.is_main_process)
+    ]
+    own = list(zip(rows, torch.cat(logits).numpy(), strict=True)) if logits else []
+    ordered = dict(gather_object(own) if state.num_processes > 1 else own)
+    return np.stack([ordered[row] for row in range(len(images))])
+
+
+def probabilities_of(logits: np.ndarray, model: ViTScratchForImageClassification) -> np.ndarray:
+    """Returns probabilities (N, K): softmax, or sigmoid for a multi-label objective."""
+    scores = torch.from_numpy(logits)
+    multi_label = model.config.problem_type == "multi_label_classification"
+    return (scores.sigmoid() if multi_label else scores.softmax(dim=1)).numpy()
+
+
+def main(argv: list[str], prog: str = "vit-scratch evaluate") -> int:
+    recipe = parse_recipe(EvaluateRecipe, argv, prog=prog, description="Measure a model on a split of a dataset.")
+    evaluation = evaluate(recipe)
+    if PartialState().is_main_process:
+        print(accuracy_line(evaluation))
+    return 0
+
+
+def accuracy_line(evaluation: dict[str, Any]) -> str:
+    """One line with the accuracy, the number of images and Wilson's interval."""
+    accuracy = evaluation["accuracy"]
+    return (
+        f"{evaluation['split']} accuracy {accuracy['value']:.2%} "
+        f"({accuracy['num_correct']} of {evaluation['num_samples']}; "
+        f"{accuracy['confidence']:.0%} interval {accuracy['low']:.2%} to {accuracy['high']:.2%})"
+    )
+
+
+if __name__ == "__main__":
+    from training.cli import main as cli
+
+    sys.exit(cli(["evaluate", *sys.argv[1:]]))

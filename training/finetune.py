@@ -1,0 +1,67 @@
+"""`vit-scratch finetune`: a checkpoint on other images, classes or resolution (paper section 3.2)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from transformers import set_seed
+
+from modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchImageProcessor
+from modeling_vit_scratch.errors_vit_scratch import InputError
+from training.arguments import FinetuneRecipe
+from training.data import ImageDataset, load_image_dataset
+from training.fit import fit, given, open_run
+from training.parsing import parse_recipe
+from training.pretrained import class_names_of, load_classifier, load_config, load_processor, with_new_head
+
+__all__ = ["finetune"]
+
+
+def finetune(recipe: FinetuneRecipe) -> Path:
+    """Returns the run folder of a checkpoint that was trained on, or resumed."""
+    if recipe.start.model_name_or_path is None:
+        raise InputError("--model_name_or_path is missing: name the folder or Hub repo to start from")
+    checkpoint = open_run(recipe, "finetune")
+    if checkpoint is None:
+        dataset, model, processor = _start(recipe)
+    else:
+        dataset = load_image_dataset(recipe.data, class_names=class_names_of(load_config(str(checkpoint))))
+        model, processor = load_classifier(str(checkpoint)), load_processor(str(checkpoint))
+    return fit(recipe, verb="finetune", model=model, processor=processor, dataset=dataset, checkpoint=checkpoint)
+
+
+def _start(
+    recipe: FinetuneRecipe,
+) -> tuple[ImageDataset, ViTScratchForImageClassification, ViTScratchImageProcessor]:
+    start = recipe.start
+    source, revision = str(start.model_name_or_path), start.revision
+    stored_names = class_names_of(load_config(source, revision))
+    if start.new_head:
+        dataset = load_image_dataset(recipe.data)
+        if sorted(dataset.class_names) == sorted(stored_names):  # the checkpoint's order, for whoever compares
+            dataset = load_image_dataset(recipe.data, class_names=stored_names)
+        set_seed(recipe.optimization.seed)
+        model = with_new_head(source, revision, dataset.class_names, hidden_dropout_prob=start.hidden_dropout_prob)
+    else:
+        dataset = load_image_dataset(recipe.data, class_names=stored_names)
+        set_seed(recipe.optimization.seed)
+        model = load_classifier(source, revision, hidden_dropout_prob=start.hidden_dropout_prob)
+    if start.image_size is not None:
+        model.resize_input(image_size=start.image_size)
+    processor = load_processor(source, revision)
+    height, width = model.config.image_height_width
+    fields = {name: getattr(processor, name) for name in processor.valid_kwargs.__annotations__}
+    fields |= {"size": {"height": height, "width": width}, **given(recipe.pixels)}
+    return dataset, model, ViTScratchImageProcessor(**fields)
+
+
+def main(argv: list[str], prog: str = "vit-scratch finetune") -> int:
+    finetune(parse_recipe(FinetuneRecipe, argv, prog=prog, description="Train a checkpoint on other images."))
+    return 0
+
+
+if __name__ == "__main__":
+    from training.cli import main as cli
+
+    sys.exit(cli(["finetune", *sys.argv[1:]]))

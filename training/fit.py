@@ -1,0 +1,304 @@
+"""What pretraining and fine-tuning share: open the run folder, train, evaluate, and leave everything in it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from transformers import EvalPrediction, PrinterCallback, TrainingArguments
+
+from modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchImageProcessor
+from modeling_vit_scratch.errors_vit_scratch import InputError
+from training import checkpoints, figures, run_folder
+from training.arguments import FinetuneRecipe, PixelArguments, PretrainRecipe, flat
+from training.callbacks import Interrupted, ProgressBar
+from training.data import ImageDataset, LabelledImages
+from training.evaluation import accuracy_line, predict_logits, probabilities_of
+from training.image_tensors import EvaluationImages, TrainingImages
+from training.metrics import evaluate_predictions
+from training.parsing import dump_recipe, parse_recipe
+from training.stream import micro_batch_size
+from training.trainer import ViTTrainer
+
+__all__ = ["fit", "given", "open_run"]
+
+logger = logging.getLogger(__name__)
+
+Recipe = PretrainRecipe | FinetuneRecipe
+
+# Fields that change no bit of the result.
+HARMLESS_AT_RESUME = {
+    "output_dir",
+    "resume",
+    "allow_changed",
+    "logging_steps",
+    "save_steps",
+    "save_total_limit",
+    "dataloader_num_workers",
+}
+
+
+def given(group: PixelArguments) -> dict[str, Any]:
+    """Returns the fields that the recipe names."""
+    return {name: value for name, value in asdict(group).items() if value is not None}
+
+
+def open_run(recipe: Recipe, verb: str) -> Path | None:
+    """Returns the checkpoint to resume from, or None where a run can begin; changes nothing."""
+    if recipe.run.output_dir is None:
+        raise InputError("--output_dir is missing: name the folder of this run")
+    folder, state = Path(recipe.run.output_dir), PartialState(cpu=not torch.cuda.is_available())
+    recipe_file = folder / "recipe.yaml"
+    if recipe.run.resume:
+        if not recipe_file.is_file():
+            raise InputError(f"--resume: {folder} holds no run; leave the flag out to begin one")
+        _compare_recipes(recipe, recipe_file, verb)
+        checkpoint = checkpoints.newest_checkpoint(folder)
+        _check_world_size(checkpoint, recipe, state.num_processes)
+        return checkpoint
+    with state.main_process_first():
+        if state.is_main_process:
+            run_folder.check_output_dir(folder)
+    return None
+
+
+def _compare_recipes(recipe: Recipe, recipe_file: Path, verb: str) -> None:
+    """Logs what differs from the run that is resumed, and refuses what would break exactness unless allowed."""
+    old = flat(parse_recipe(type(recipe), ["--config", str(recipe_file)], prog=f"vit-scratch {verb}", description=""))
+    changes = {
+        name: f"{name}: {old[name]} -> {value}"
+        for name, value in flat(recipe).items()
+        if value != old[name] and name not in HARMLESS_AT_RESUME
+    }
+    for line in changes.values():
+        logger.warning("changed at resume: %s", line)
+    refused = [name for name in changes if name not in (recipe.run.allow_changed or [])]
+    if refused:
+        raise InputError(
+            f"--resume with other settings would not continue the run in {recipe_file.parent}: "
+            f"{'; '.join(changes[name] for name in refused)}; put them back, or accept the change with "
+            f"--allow_changed {' '.join(refused)}"
+        )
+
+
+def _check_world_size(checkpoint: Path | None, recipe: Recipe, world_size: int) -> None:
+    if checkpoint is None:
+        return
+    saved = len(list(checkpoint.glob("rng_state*.pth")))
+    if saved != world_size and "world_size" not in (recipe.run.allow_changed or []):
+        raise InputError(
+            f"{checkpoint} was saved by {saved} processes and would be resumed by {world_size}: dropout and rounding "
+            f"would differ; start {saved} processes, or accept the change with --allow_changed world_size"
+        )
+
+
+def fit(
+    recipe: Recipe,
+    *,
+    verb: str,
+    model: ViTScratchForImageClassification,
+    processor: ViTScratchImageProcessor,
+    dataset: ImageDataset,
+    checkpoint: Path | None,
+) -> Path:
+    """Returns the run folder, complete: the model trained, evaluated and described.
+
+    Raises:
+        Interrupted: after SIGTERM or SIGINT; a checkpoint to resume from was saved.
+    """
+    folder = Path(str(recipe.run.output_dir))
+    if dataset.train is None:
+        raise InputError(f"{dataset.description['dataset']} has no training split")
+    is_main = PartialState().is_main_process
+    if is_main and checkpoint is None:
+        _begin(folder, f"verb: {verb}\n{dump_recipe(recipe)}", dataset)
+    trainer = _trainer(recipe, verb, model, processor, dataset)
+    trainer.fit(None if checkpoint is None else str(checkpoint))
+    if trainer.stop_requests.stopped:
+        trainer.end()
+        raise Interrupted(
+            f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}, as asked; the same command "
+            f"with --resume goes on from there"
+        )
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
+    evaluation = _evaluate(model, processor, dataset, folder)
+    if is_main:
+        _export(model, processor, folder)
+        trainer.state.save_to_json(str(folder / "trainer_state.json"))
+        curves = folder / run_folder.FIGURES_FOLDER / "learning_curves.png"
+        figures.draw_learning_curves(trainer.state.log_history, curves, title=verb)
+        run_folder.write_json(folder / run_folder.ENVIRONMENT_FILE, run_folder.describe_environment())
+        metrics = {"evaluation": evaluation, "training": trainer.training_figures()}
+        run_folder.write_json(folder / run_folder.METRICS_FILE, metrics)
+        if evaluation is not None:
+            print(accuracy_line(evaluation))
+        print(folder)
+    trainer.end()
+    return folder
+
+
+def _begin(folder: Path, recipe: str, dataset: ImageDataset) -> None:
+    run_folder.prepare_output_dir(folder)
+    (folder / run_folder.FIGURES_FOLDER).mkdir(exist_ok=True)
+    print(recipe, end="", file=sys.stderr)
+    with run_folder.replace_file(folder / run_folder.RECIPE_FILE) as incomplete:
+        incomplete.write_text(recipe, encoding="utf-8")
+    run_folder.write_json(folder / run_folder.DATA_FILE, dataset.description)
+
+
+def _trainer(
+    recipe: Recipe,
+    verb: str,
+    model: ViTScratchForImageClassification,
+    processor: ViTScratchImageProcessor,
+    dataset: ImageDataset,
+) -> ViTTrainer:
+    optimization, train = recipe.optimization, cast(LabelledImages, dataset.train)
+    trainer = ViTTrainer(
+        model=model,
+        args=_training_arguments(recipe, num_samples=len(train)),
+        optimization=optimization,
+        train_dataset=TrainingImages(train, processor, recipe.augmentation, seed=optimization.seed),
+        eval_dataset=None if dataset.validation is None else EvaluationImages(dataset.validation, processor),
+        processing_class=processor,
+        compute_metrics=_validation_metrics,
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(ProgressBar(verb))
+    return trainer
+
+
+def _training_arguments(recipe: Recipe, *, num_samples: int) -> TrainingArguments:
+    optimization, run = recipe.optimization, recipe.run
+    if optimization.max_steps is not None:
+        max_steps = optimization.max_steps
+    else:
+        num_epochs = cast(float, optimization.num_train_epochs)  # one of the two is given
+        max_steps = math.ceil(num_epochs * num_samples / optimization.global_batch_size)
+    world_size = PartialState().num_processes
+    micro_batch = micro_batch_size(optimization.global_batch_size, world_size, optimization.per_device_batch_size)
+    num_workers = recipe.data.dataloader_num_workers
+    if num_workers is None:
+        num_workers = run_folder.num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return TrainingArguments(
+        output_dir=str(run.output_dir),
+        max_steps=max_steps,
+        per_device_train_batch_size=micro_batch,
+        per_device_eval_batch_size=micro_batch,
+        gradient_accumulation_steps=optimization.global_batch_size // (micro_batch * world_size),
+        learning_rate=optimization.learning_rate,
+        max_grad_norm=optimization.max_grad_norm or 0.0,
+        bf16=optimization.bf16,
+        activation_checkpointing=optimization.activation_checkpointing,
+        seed=optimization.seed,
+        logging_steps=run.logging_steps,
+        logging_nan_inf_filter=False,  # it hides what the update gate must see, and waits for the device twice a step
+        eval_strategy="no" if run.eval_steps is None else "steps",
+        eval_steps=run.eval_steps,
+        save_strategy="steps",
+        save_steps=run.save_steps,
+        save_total_limit=run.save_total_limit,
+        load_best_model_at_end=run.load_best_model_at_end,
+        metric_for_best_model="accuracy",
+        dataloader_num_workers=num_workers,
+        remove_unused_columns=False,
+        disable_tqdm=True,  # ProgressBar is ours
+        report_to="none",
+        use_cpu=not torch.cuda.is_available(),
+        ddp_find_unused_parameters=False,
+    )
+
+
+def _validation_metrics(prediction: EvalPrediction) -> dict[str, float]:
+    logits = np.asarray(prediction.predictions)
+    return {"accuracy": float((logits.argmax(axis=1) == prediction.label_ids).mean())}
+
+
+def _evaluate(
+    model: ViTScratchForImageClassification,
+    processor: ViTScratchImageProcessor,
+    dataset: ImageDataset,
+    folder: Path,
+) -> dict[str, Any] | None:
+    """The "evaluation" block of metrics.json; predictions and pictures go to the run folder."""
+    images = dataset.test if dataset.test is not None else dataset.validation
+    if images is None:
+        logger.warning("no test split and no validation split: the model is not evaluated")
+        return None
+    logits = predict_logits(model, processor, images, batch_size=64)
+    if not PartialState().is_main_process:
+        return None
+    probabilities = probabilities_of(logits, model)
+    evaluation = evaluate_predictions(logits, images.labels, dataset.class_names, split=images.name)
+    run_folder.write_predictions(
+        folder / run_folder.PREDICTIONS_FILE,
+        sample_ids=images.sample_ids,
+        labels=images.labels,
+        probabilities=probabilities,
+    )
+    figures_folder = folder / run_folder.FIGURES_FOLDER
+    figures.draw_confusion_matrix(
+        evaluation["confusion_matrix"], dataset.class_names, figures_folder / "confusion_matrix.png"
+    )
+    gallery = figures_folder / "attention_rollout.png"
+    _draw_gallery(model, processor, images, probabilities, dataset.class_names, gallery)
+    return evaluation
+
+
+def _export(model: ViTScratchForImageClassification, processor: ViTScratchImageProcessor, folder: Path) -> None:
+    """Puts the model and its processor at the top of the run folder, each file whole or not at all."""
+    aside = folder / "unfinished-export"
+    with checkpoints.writing_to_disk(aside, "the checkpoints are whole"):
+        shutil.rmtree(aside, ignore_errors=True)
+        model.save_pretrained(aside)
+        processor.save_pretrained(aside)
+        for path in sorted(aside.iterdir()):
+            os.replace(path, folder / path.name)
+        aside.rmdir()
+
+
+@torch.inference_mode()
+def _draw_gallery(
+    model: ViTScratchForImageClassification,
+    processor: ViTScratchImageProcessor,
+    images: LabelledImages,
+    probabilities: np.ndarray,
+    class_names: list[str],
+    path: Path,
+) -> None:
+    rows = figures.choose_gallery_rows(images.labels, probabilities)
+    pixel_values = torch.stack([EvaluationImages(images, processor)[row]["pixel_values"] for row in rows])
+    outputs = model(pixel_values=pixel_values.to(model.device), output_attentions=True)
+    patch_height, patch_width = model.config.patch_height_width
+    maps = figures.attention_rollout(
+        outputs.attentions,
+        num_prefix_tokens=model.config.num_prefix_tokens,
+        grid_size=(pixel_values.shape[2] // patch_height, pixel_values.shape[3] // patch_width),
+    )
+    captions = [
+        figures.Caption(
+            truth=class_names[images.labels[row]],
+            prediction=class_names[probabilities[row].argmax()],
+            probability=float(probabilities[row].max()),
+        )
+        for row in rows
+    ]
+    shown = [_displayed(processor, images.read(row)) for row in rows]
+    figures.draw_attention_rollout(shown, list(maps.cpu().numpy()), captions, path)
+
+
+def _displayed(processor: ViTScratchImageProcessor, image: Any) -> np.ndarray:
+    """The image (H, W, 3) uint8 as the model saw it, before normalisation."""
+    pixels = processor.resize(processor.decode(image))
+    if pixels.is_floating_point():
+        pixels = (pixels * 255).round().to(torch.uint8)
+    return pixels.expand(3, -1, -1).permute(1, 2, 0).numpy()

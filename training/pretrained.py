@@ -1,0 +1,91 @@
+"""Models and image processors from a folder or a Hub repo, with errors that name it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from transformers import PreTrainedConfig
+
+from modeling_vit_scratch import (
+    ViTScratchConfig,
+    ViTScratchForImageClassification,
+    ViTScratchImageProcessor,
+    ViTScratchModel,
+)
+from modeling_vit_scratch.errors_vit_scratch import InputError
+
+__all__ = ["class_names_of", "load_classifier", "load_config", "load_processor", "with_new_head"]
+
+Loaded = TypeVar("Loaded")
+
+
+def load_config(source: str, revision: str | None = None) -> ViTScratchConfig:
+    """Returns the configuration stored in a folder or Hub repo."""
+    stored, _ = _load(lambda: PreTrainedConfig.get_config_dict(source, revision=revision), source)
+    if stored.get("model_type") != ViTScratchConfig.model_type:
+        raise InputError(
+            f"{source} holds a model of type {stored.get('model_type')!r}; this command takes vit_scratch checkpoints"
+        )
+    return _load(lambda: ViTScratchConfig.from_pretrained(source, revision=revision), source)
+
+
+def load_classifier(
+    source: str, revision: str | None = None, *, hidden_dropout_prob: float | None = None
+) -> ViTScratchForImageClassification:
+    """Returns the classifier stored in a folder or Hub repo, its head included."""
+    config = load_config(source, revision)
+    if hidden_dropout_prob is not None:
+        config.hidden_dropout_prob = hidden_dropout_prob
+    model, info = _load(
+        lambda: ViTScratchForImageClassification.from_pretrained(
+            source, config=config, revision=revision, output_loading_info=True, dtype="float32"
+        ),
+        source,
+    )
+    if info["missing_keys"]:
+        raise InputError(f"{source} has no trained classifier: {', '.join(sorted(info['missing_keys']))} are missing")
+    return model
+
+
+def load_processor(source: str, revision: str | None = None) -> ViTScratchImageProcessor:
+    """Returns the image processor stored beside a model."""
+    return _load(lambda: ViTScratchImageProcessor.from_pretrained(source, revision=revision), source)
+
+
+def with_new_head(
+    source: str, revision: str | None, class_names: list[str], *, hidden_dropout_prob: float | None
+) -> ViTScratchForImageClassification:
+    """Returns the stored encoder under a zero-initialised linear head, without pre-logits layer (section 3.2)."""
+    encoder = _load(lambda: ViTScratchModel.from_pretrained(source, revision=revision, dtype="float32"), source)
+    config = copy.deepcopy(load_config(source, revision))
+    config.representation_size = None
+    config.head_bias_init = 0.0
+    config.problem_type = "single_label_classification"
+    config.id2label = dict(enumerate(class_names))
+    config.label2id = {name: index for index, name in enumerate(class_names)}
+    if hidden_dropout_prob is not None:
+        config.hidden_dropout_prob = hidden_dropout_prob
+    config.validate()
+    model = ViTScratchForImageClassification(config)
+    tensors = {name: value for name, value in encoder.state_dict().items() if not name.startswith("pooler.")}
+    model.vit.load_state_dict(tensors, strict=True)
+    return model
+
+
+def class_names_of(config: ViTScratchConfig) -> list[str]:
+    """Returns the names of the classes in the order of their indices."""
+    return [config.id2label[index] for index in range(config.num_labels)]
+
+
+def _load(load: Callable[[], Loaded], source: str) -> Loaded:
+    try:
+        return load()
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        if not Path(source).is_dir() and ("/" not in source or source.startswith(("/", "."))):
+            reason = "no such folder"
+        raise InputError(f"model_name_or_path={source}: {reason}") from error
