@@ -12,6 +12,7 @@ from huggingface_hub.repocard_data import model_index_to_eval_results
 
 from modeling_vit_scratch.errors_vit_scratch import InputError
 
+from .card_merge import BEGIN_MARKER, END_MARKER
 from .run_facts import RunFacts
 
 __all__ = ["check_card", "front_matter", "render_body"]
@@ -78,7 +79,7 @@ def _eval_results(facts: RunFacts) -> list[EvalResult]:
 def render_body(facts: RunFacts, model_name: str, source: str, base_model: str | None = None) -> str:
     """Returns the card's text, without front matter. `source` is the repository id or folder the snippets load."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=False)
-    environment.filters |= {"cell": _cell, "figure": _figure, "sentence": _sentence}
+    environment.filters.update(cell=_cell, figure=_figure, sentence=_sentence)
     evaluation = facts.metrics["evaluation"]
     origin = facts.data["splits"][evaluation["split"]]["origin"]
     body = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
@@ -255,6 +256,8 @@ def _metadata_problems(metadata: dict[str, Any]) -> list[str]:
 
 
 def _body_problems(text: str, folder: Path) -> list[str]:
+    """Pictures of our own part that are not there; what others wrote may show files that only the repository has."""
+    text = text.partition(BEGIN_MARKER)[2].partition(END_MARKER)[0]
     links = re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", text)
     local = [link for link in links if not re.match(r"[a-z]+:|/", link)]
     return [f"picture {link} is missing" for link in local if not (folder / link).is_file()]

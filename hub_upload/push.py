@@ -81,7 +81,10 @@ def push(
         stage(facts.folder, folder, repo_id=repo_id, base_model=facts.possible_base_model)
         load_in_fresh_process(folder, folder / GOLDEN_NAME)
         return PushResult(folder, repo_id, None, None, None)
-    token = token or get_token()
+    return _publish(facts, folder, repo_id, private, token or get_token())
+
+
+def _publish(facts: RunFacts, folder: Path, repo_id: str, private: bool, token: str | None) -> PushResult:
     if token is None:
         raise InputError(f"{repo_id}: no token to push with; {TOKEN_HINT}")
     api = HfApi(token=token)

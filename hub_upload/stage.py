@@ -65,19 +65,13 @@ def stage(
         before: What the repository already holds.
     """
     facts, output = read_run_facts(Path(run_folder)), Path(output)
-    if output.exists() and not (output / MANIFEST_NAME).is_file():
-        raise InputError(f"{output}: exists and is no staging folder; name another one or move it away")
     name, source = (repo_id.split("/")[-1], repo_id) if repo_id else (facts.folder.resolve().name, output.name)
     aside = None
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-        aside.chmod(0o755)  # mkdtemp makes it private; the rename keeps that
+        aside = _folder_aside(output)
         _write_code_and_configs(facts, aside, base_model)
         _write_golden(facts, aside)
-        if eval_results:
-            (aside / EVAL_RESULTS_FOLDER).mkdir()
-            (aside / EVAL_RESULTS_FOLDER / f"{name}.yaml").write_text(eval_results_yaml(eval_results))
+        _write_eval_results(aside / EVAL_RESULTS_FOLDER / f"{name}.yaml", eval_results or [])
         metadata = _write_card(facts, aside, name, source, base_model, before or PublishedBefore())
         write_manifest(aside, code_files=code_closure(_package_folder()), card_metadata=metadata)
         _replace(aside, output)
@@ -91,6 +85,16 @@ def stage(
             shutil.rmtree(aside, ignore_errors=True)
     logger.info("staged %s from %s", output, facts.folder)
     return output
+
+
+def _folder_aside(output: Path) -> Path:
+    """Returns a new folder beside `output`, which must be absent or a staging folder."""
+    if output.exists() and not (output / MANIFEST_NAME).is_file():
+        raise InputError(f"{output}: exists and is no staging folder; name another one or move it away")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    aside.chmod(0o755)  # mkdtemp makes it private; the rename keeps that
+    return aside
 
 
 def _package_folder() -> Path:
@@ -155,6 +159,12 @@ def _check_weights(facts: RunFacts) -> None:
         raise InputError(f"{path}: not a whole safetensors file ({error}); publish another checkpoint") from error
     if broken := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
         raise InputError(f"{path}: NaN or infinity in {', '.join(sorted(broken))}; publish an earlier checkpoint")
+
+
+def _write_eval_results(path: Path, entries: list[EvalResultEntry]) -> None:
+    if entries:
+        path.parent.mkdir()
+        path.write_text(eval_results_yaml(entries), encoding="utf-8")
 
 
 def _write_card(

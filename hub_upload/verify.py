@@ -58,11 +58,16 @@ def verify(
         evaluate: Measures the accuracy of the model in a folder, on data at hand.
         token: For a private repository; None: the one that `hf auth login` stored.
     """
-    if Path(source).is_dir():
-        return _verify_folder(Path(source), str(source), None, evaluate)
-    with tempfile.TemporaryDirectory(prefix="vit-scratch-verify-") as cache:
-        pulled = pull(str(source), cache, revision=revision, token=token)
-        return _verify_folder(pulled.folder, str(source), pulled.commit, evaluate, cache)
+    try:
+        if Path(source).is_dir():
+            return _verify_folder(Path(source), str(source), None, evaluate)
+        if str(source).startswith((".", "/", "~")):
+            raise InputError(f"{source}: no such folder; give a staging folder or the id of a repository")
+        with tempfile.TemporaryDirectory(prefix="vit-scratch-verify-") as cache:
+            pulled = pull(str(source), cache, revision=revision, token=token)
+            return _verify_folder(pulled.folder, str(source), pulled.commit, evaluate, cache)
+    except OSError as error:
+        raise EnvironmentFault(f"{source}: {error}; make room in the temporary folder and try again") from error
 
 
 def _verify_folder(
@@ -92,7 +97,7 @@ def _card_accuracy(folder: Path) -> tuple[float, int]:
     """Returns the accuracy in the card's model-index and the number of images it was measured on."""
     evaluation = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))["evaluation"]
     try:
-        results = ModelCard((folder / "README.md").read_text(encoding="utf-8")).data.eval_results or []
+        results = ModelCard((folder / "README.md").read_text(encoding="utf-8")).data.get("eval_results", [])
     except (OSError, ValueError) as error:
         raise InputError(f"{folder / 'README.md'}: no readable model card ({error}); push it again") from error
     stated = [result.metric_value for result in results if result.metric_type == "accuracy"]
@@ -113,6 +118,8 @@ def load_in_fresh_process(
     no folder of the repository's name can stand in for it. Raises FreshLoadError where loading or the golden fails.
     """
     with tempfile.TemporaryDirectory(prefix="vit-scratch-fresh-") as home:
+        work = Path(home) / "work"
+        work.mkdir()
         command = [sys.executable, "-P", str(Path(__file__).with_name("fresh_load.py"))]
         command += [str(source if commit else Path(source).resolve()), str(golden.resolve())]
         command += ["--revision", commit] if commit else []
@@ -124,7 +131,7 @@ def load_in_fresh_process(
             "HF_HUB_OFFLINE": "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         }
-        done = _run(command, Path(home) / "work", environment)
+        done = _run(command, work, environment)
     if done.returncode != 0:
         logger.debug("fresh process:\n%s", done.stderr)
         last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit {done.returncode}")
@@ -136,7 +143,6 @@ def load_in_fresh_process(
 
 
 def _run(command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    folder.mkdir()
     try:
         return subprocess.run(
             command,

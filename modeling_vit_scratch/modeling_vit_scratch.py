@@ -58,7 +58,7 @@ def attention_by_rule(
     """The fastest attention for the device and dtype at hand: used when no `attn_implementation` was named.
 
     On a CPU the backward of torch's scaled_dot_product_attention in bfloat16 is several times slower than the written
-    out form at ViT lengths (benchmarks/attention_rule.py); everywhere else torch chooses its own kernel.
+    out form at ViT lengths (benchmarks/fast_paths.py); everywhere else torch chooses its own kernel.
     """
     low_precision_on_cpu = query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16)
     if low_precision_on_cpu and query.shape[2] <= MAX_TOKENS_WRITTEN_OUT:
@@ -312,9 +312,9 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
             setattr(module, name, nn.Parameter(value, requires_grad=getattr(module, name).requires_grad))
         patches.projection.in_channels = new.num_channels
         patches.projection.kernel_size = patches.projection.stride = patches.patch_size = new.patch_height_width
-        for name, value in changes.items():
-            logger.warning("resized the model's input: %s %s -> %s", name, getattr(old, name), value)
-            setattr(old, name, value)
+        for name, size in changes.items():
+            logger.warning("resized the model's input: %s %s -> %s", name, getattr(old, name), size)
+            setattr(old, name, size)
 
 
 class ViTScratchModel(ViTScratchPreTrainedModel):

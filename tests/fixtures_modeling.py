@@ -37,14 +37,14 @@ def tiny_classifier(
     seed: int = 0, dtype: torch.dtype = torch.float32, **fields: Any
 ) -> ViTScratchForImageClassification:
     """Returns a tiny classifier in evaluation mode with `randomize`d weights."""
-    model = ViTScratchForImageClassification(tiny_config(**fields)).to(dtype=dtype).eval()
+    model = ViTScratchForImageClassification(tiny_config(**fields)).to(dtype).eval()
     randomize(model, seed)
     return model
 
 
 def tiny_encoder(seed: int = 0, dtype: torch.dtype = torch.float32, **fields: Any) -> ViTScratchModel:
     """Returns a tiny encoder in evaluation mode with `randomize`d weights."""
-    model = ViTScratchModel(tiny_config(**fields)).to(dtype=dtype).eval()
+    model = ViTScratchModel(tiny_config(**fields)).to(dtype).eval()
     randomize(model, seed)
     return model
 

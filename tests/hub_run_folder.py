@@ -18,23 +18,35 @@ from sklearn.model_selection import train_test_split
 from modeling_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchImageProcessor
 
 CLASSES = [str(digit) for digit in range(10)]
+RECIPE = {
+    "verb": "pretrain",
+    "dataset_name": "digits",
+    "output_dir": "/home/somebody/runs/digits",
+    "optimizer": "adamw",
+    "learning_rate": 0.001,
+    "num_train_epochs": 1,
+    "global_batch_size": 64,
+    "seed": 0,
+}
+TRAINING = {
+    "num_train_samples": 1437,
+    "global_batch_size": 64,
+    "num_steps": 1,
+    "num_epochs": 1.0,
+    "elapsed_seconds": 1.5,
+    "cpu_seconds": 1.25,
+    "images_per_second": 958.0,
+    "final_train_loss": 0.5,
+    "world_size": 1,
+}
 
 
 def make_run_folder(folder: Path) -> Path:
     """Returns `folder`, holding what a training run leaves: a tiny ViT whose head was solved for on the digits."""
     torch.manual_seed(0)
     (folder / "figures").mkdir(parents=True)
-    config = ViTScratchConfig(
-        image_size=8,
-        patch_size=4,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        id2label=dict(enumerate(CLASSES)),
-    )
-    model = ViTScratchForImageClassification(config).eval()
-    processor = ViTScratchImageProcessor.from_config(config)
+    model = ViTScratchForImageClassification(_tiny_config()).eval()
+    processor = ViTScratchImageProcessor.from_config(model.config)
     digits = load_digits()
     images = np.repeat((digits.images * 255 / 16).round().astype(np.uint8)[..., None], 3, axis=-1)
     train, test = train_test_split(np.arange(len(images)), test_size=360, random_state=0, stratify=digits.target)
@@ -44,20 +56,10 @@ def make_run_folder(folder: Path) -> Path:
         logits = model(pixels[test]).logits
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
-    _write_json(folder / "metrics.json", _metrics(digits.target[test], logits, num_train=len(train)))
+    _write_json(folder / "metrics.json", _metrics(digits.target[test], logits))
     _write_json(folder / "data.json", _data(train, test, digits.target))
     _write_json(folder / "environment.json", _environment())
-    recipe = {
-        "verb": "pretrain",
-        "dataset_name": "digits",
-        "output_dir": "/home/somebody/runs/digits",
-        "optimizer": "adamw",
-        "learning_rate": 0.001,
-        "num_train_epochs": 1,
-        "global_batch_size": 64,
-        "seed": 0,
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE, sort_keys=False))
     matrix = confusion_matrix(digits.target[test], logits.argmax(-1))
     pictures = {
         "learning_curves": images[0],
@@ -67,6 +69,18 @@ def make_run_folder(folder: Path) -> Path:
     for name, picture in pictures.items():
         Image.fromarray(picture.astype(np.uint8)).resize((64, 64)).save(folder / "figures" / f"{name}.png")
     return folder
+
+
+def _tiny_config() -> ViTScratchConfig:
+    return ViTScratchConfig(
+        image_size=8,
+        patch_size=4,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        id2label=dict(enumerate(CLASSES)),
+    )
 
 
 def _solve_head(model: ViTScratchForImageClassification, pixels: torch.Tensor, labels: torch.Tensor) -> None:
@@ -82,7 +96,7 @@ def _solve_head(model: ViTScratchForImageClassification, pixels: torch.Tensor, l
     model.classifier.bias.copy_(8 * solution[-1])
 
 
-def _metrics(labels: np.ndarray, logits: torch.Tensor, num_train: int) -> dict:
+def _metrics(labels: np.ndarray, logits: torch.Tensor) -> dict:
     predictions = logits.argmax(-1).numpy()
     precision, recall, f1, support = precision_recall_fscore_support(labels, predictions, zero_division=0)
     num_correct, n = int((predictions == labels).sum()), len(labels)
@@ -116,17 +130,7 @@ def _metrics(labels: np.ndarray, logits: torch.Tensor, num_train: int) -> dict:
             ],
             "confusion_matrix": confusion_matrix(labels, predictions).tolist(),
         },
-        "training": {
-            "num_train_samples": num_train,
-            "global_batch_size": 64,
-            "num_steps": 1,
-            "num_epochs": 1.0,
-            "elapsed_seconds": 1.5,
-            "cpu_seconds": 1.25,
-            "images_per_second": 958.0,
-            "final_train_loss": 0.5,
-            "world_size": 1,
-        },
+        "training": TRAINING,
     }
 
 

@@ -11,8 +11,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -453,14 +451,3 @@ ROUTES: list[tuple[str, str, Callable]] = [
     ("PUT", r"/lfs/(?P<oid>[0-9a-f]{64})", lfs_put),
     ("HEAD|GET", "/" + _ID + r"/resolve/(?P<revision>[^/]+)/(?P<path>.+)", resolve_file),
 ]
-
-
-def run_online(code: str, hub: HubServer, home: Path, token: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs `code` as a user's process would: everything from the environment, with its own empty caches."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
-    environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-    environment |= {"HF_TOKEN": token} if token else {}
-    home.mkdir(parents=True, exist_ok=True)
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=home, capture_output=True, text=True, timeout=280
-    )

@@ -153,6 +153,10 @@ def test_a_hand_written_card_keeps_every_word_and_every_key(run_folder):
     assert metadata_of(card)["pipeline_tag"] == "image-classification"
 
 
+def test_a_picture_that_only_the_repository_has_is_no_fault(run_folder):
+    check_card(card_of(run_folder, existing="# Mine\n\n![my dog](dog.png)\n"), run_folder)
+
+
 def test_merging_twice_changes_nothing(run_folder):
     previous = front_matter(read_run_facts(run_folder), "digits")
     once = card_of(run_folder, existing=HAND_WRITTEN)

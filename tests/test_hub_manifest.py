@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,11 @@ def test_the_closure_is_what_transformers_will_look_for():
     for name in CODE_ENTRY_POINTS:
         expected |= {Path(file).name for file in get_relative_import_files(PACKAGE / name)}
     assert set(code_closure(PACKAGE)) == expected
+
+
+def test_importing_hub_upload_registers_nothing():
+    code = "import sys, hub_upload; sys.exit('modeling_vit_scratch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
 
 
 def test_the_closure_holds_every_file_that_its_own_files_name():

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from hub_client import run_online
 from hub_run_folder import edit_json
-from hub_server import OTHER, OWNER, READER, run_online
+from hub_server import OTHER, OWNER, READER
 from huggingface_hub import HfApi
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -54,11 +55,11 @@ def published(uploading, run_folder):
 
 PUSH = """
 from hub_upload.push import push
-result = push({folder!r}, "alice/digits", private={private})
+result = push({folder!r}, "alice/digits")
 print(result.commit, result.verification.fresh_load["max_logit_difference"])
 """
 
-LOAD_AS_A_STRANGER = """
+LOAD = """
 import json, sys
 from PIL import Image
 import torch
@@ -78,20 +79,29 @@ print(json.dumps(dict(logits=logits.tolist(), answer=answer, hidden=body.config.
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("private", [False, True])
-def test_a_push_is_verified_and_loads_by_its_id_for_whoever_may_read_it(hub, run_folder, tmp_path, private):
-    done = run_online(PUSH.format(folder=str(run_folder), private=private), hub, tmp_path / "a", OWNER)
+def test_a_push_is_verified_and_loads_by_its_id_for_a_stranger(hub, run_folder, tmp_path):
+    done = run_online(PUSH.format(folder=str(run_folder)), hub, tmp_path / "a", OWNER)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [hub.head(REPO), "0.0"]
 
     picture = tmp_path / "photo.png"
     Image.fromarray(np.random.default_rng(1).integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(picture)
-    load = LOAD_AS_A_STRANGER.format(image=str(picture))
-    done = run_online(load, hub, tmp_path / "b", READER if private else None)
+    done = run_online(LOAD.format(image=str(picture)), hub, tmp_path / "b")
     assert done.returncode == 0, done.stderr
     loaded = json.loads(done.stdout.splitlines()[-1])
     assert loaded["logits"] == pytest.approx(logits_here(run_folder, picture), abs=1e-5)
     assert loaded["answer"]["label"] == str(int(np.argmax(loaded["logits"])))
+
+
+@pytest.mark.e2e
+def test_a_private_repository_loads_with_its_owners_token_only(uploading, run_folder, tmp_path):
+    push(run_folder, REPO, private=True, token=OWNER)
+    Image.new("RGB", (20, 30), (200, 10, 10)).save(tmp_path / "photo.png")
+    done = run_online(LOAD.format(image=str(tmp_path / "photo.png")), uploading, tmp_path / "home", READER)
+    assert done.returncode == 0, done.stderr
+    for token in (OTHER, None):
+        with pytest.raises(InputError, match="no such repository, or a private one"):
+            verify(REPO, token=token)
 
 
 def logits_here(run_folder, picture):
@@ -108,8 +118,8 @@ def test_the_snippets_of_the_card_run_as_they_stand(published, online, tmp_path)
     (tmp_path / "home").mkdir()
     Image.new("RGB", (20, 30), (200, 10, 10)).save(tmp_path / "home" / "photo.png")
     snippets = re.findall(r"```python\n(.*?)```", online.content(REPO, "README.md").decode(), re.DOTALL)
-    assert len(snippets) == 3
-    for snippet in snippets:
+    auto_classes, pipeline, package = snippets
+    for snippet in (auto_classes + pipeline, package):
         done = run_online(snippet, online, tmp_path / "home")
         assert done.returncode == 0, done.stderr
 
@@ -340,7 +350,13 @@ def test_a_commit_whose_answer_was_lost_is_not_called_undone(uploading, run_fold
 def test_a_server_that_goes_away_in_mid_upload_is_told_as_unknown(uploading, run_folder, monkeypatch):
     uploading.create(REPO)
     head = uploading.head(REPO)
-    monkeypatch.setattr(HfApi, "preupload_lfs_files", lambda *args, **keywords: uploading.stop())
+    upload = HfApi.preupload_lfs_files
+
+    def last_upload(*arguments, **keywords):
+        upload(*arguments, **keywords)
+        uploading.stop()
+
+    monkeypatch.setattr(HfApi, "preupload_lfs_files", last_upload)
     assert "its state could not be read" in str(failing_push(run_folder))
     assert uploading.head(REPO) == head
 

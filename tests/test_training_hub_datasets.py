@@ -5,9 +5,7 @@ import sys
 
 import pytest
 from fixtures_data import COLORS, data_arguments
-from fixtures_hub import hub, online  # noqa: F401
-from hub_server import OWNER, run_online
-from huggingface_hub import HfApi
+from hub_server import HubServer, run_online
 from PIL import Image
 
 from modeling_vit_scratch.errors_vit_scratch import EnvironmentFault, InputError
@@ -178,36 +176,38 @@ def test_a_folder_is_not_called_a_hub_dataset(parquet_folder):
 # --- the Hub itself
 
 LOAD = """
-import sys
+import json, sys
 sys.path[:0] = {path!r}
-import json
 from fixtures_data import data_arguments
 from training.data import load_image_dataset
 try:
-    dataset = load_image_dataset(data_arguments(dataset_name={name!r}, dataset_revision={revision!r}))
-    print(json.dumps(dataset.description), type(dataset.train.read(0)).__name__)
+    dataset = load_image_dataset(data_arguments(dataset_name={name!r}))
+    print(json.dumps({{**dataset.description, "first": type(dataset.train.read(0)).__name__}}))
 except ValueError as error:
     print(type(error).__name__, error)
 """
 
 
-def load_from_hub(hub, home, name, *, token=None, revision=None):
-    result = run_online(LOAD.format(path=sys.path, name=name, revision=revision), hub, home, token)
+@pytest.fixture
+def hub(tmp_path):
+    with HubServer(tmp_path / "hub", {}) as server:
+        yield server
+
+
+def load_from_hub(hub, home, name):
+    result = run_online(LOAD.format(path=sys.path, name=name), hub, home)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip().splitlines()[-1]
 
 
 @pytest.mark.e2e
-def test_a_hub_dataset_is_described_with_the_commit_it_was_read_at(hub, online, parquet_folder, tmp_path):
+def test_a_hub_dataset_is_described_with_the_commit_it_was_read_at(hub, parquet_folder, tmp_path):
     folder = parquet_folder([0, 1, 1], class_label("zebra", "ant"), splits=("train", "test"))
-    api = HfApi(endpoint=hub.url, token=OWNER)
-    api.create_repo("alice/animals", repo_type="dataset")
-    commit = api.upload_folder(repo_id="alice/animals", repo_type="dataset", folder_path=folder).oid
-    description, kind = load_from_hub(hub, tmp_path / "home", "alice/animals").rsplit(" ", 1)
-    description = json.loads(description)
-    assert (description["dataset"], description["kind"], description["revision"]) == ("alice/animals", "hub", commit)
-    assert description["class_names"] == ["zebra", "ant"]
-    assert kind == "bytes"
+    hub.create("datasets/alice/animals")
+    commit = hub.write("datasets/alice/animals", {file.name: file.read_bytes() for file in folder.iterdir()})
+    found = json.loads(load_from_hub(hub, tmp_path / "home", "alice/animals"))
+    assert (found["dataset"], found["kind"], found["revision"]) == ("alice/animals", "hub", commit)
+    assert (found["class_names"], found["first"]) == (["zebra", "ant"], "bytes")
 
 
 @pytest.mark.e2e

@@ -96,6 +96,7 @@ class DataArguments:
 
     def __post_init__(self) -> None:
         _check(self, "validation_fraction test_fraction", lambda value: 0 <= value < 1, "in [0, 1)")
+        _check(self, "split_seed", lambda value: 0 <= value < 2**32, "in 0..2**32-1")
         _check(self, "dataloader_num_workers", lambda value: value >= 0, "0 or more")
         if self.dataset_name is not None and self.data_dir is not None:
             raise ValueError(f"dataset_name={self.dataset_name} and data_dir={self.data_dir}: give one of the two")
@@ -144,7 +145,8 @@ class OptimizationArguments:
 
     def __post_init__(self) -> None:
         _check(self, "learning_rate", lambda value: value > 0, "above 0")
-        _check(self, "weight_decay warmup_steps seed", lambda value: value >= 0, "0 or more")
+        _check(self, "weight_decay warmup_steps", lambda value: value >= 0, "0 or more")
+        _check(self, "seed", lambda value: 0 <= value < 2**32, "in 0..2**32-1")
         _check(self, "adam_beta1 adam_beta2 momentum", lambda value: 0 <= value < 1, "in [0, 1)")
         _check(self, "max_grad_norm num_train_epochs", lambda value: value > 0, "above 0, or none")
         _check(self, "max_steps global_batch_size per_device_batch_size", lambda value: value >= 1, "1 or more")
@@ -206,8 +208,10 @@ class EvaluationArguments:
     revision: str | None = _option(None, "branch, tag or commit of a Hub model")
     split: Literal["train", "validation", "test"] = _option("test", "split to evaluate on")
     batch_size: int = _option(64, "images at once")
-    bf16: bool = _option(False, "autocast to bfloat16")
     output_dir: str | None = _option(None, "folder for metrics.json and predictions.parquet; none: print only")
+
+    def __post_init__(self) -> None:
+        _check(self, "batch_size", lambda value: value >= 1, "1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

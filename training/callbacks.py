@@ -15,13 +15,19 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-__all__ = ["Cost", "Interrupted", "ProgressBar", "StopRequests"]
+__all__ = ["Cost", "Interrupted", "ProgressBar", "StopRequests", "leave_signals_to_the_main_process"]
 
 logger = logging.getLogger(__name__)
 
 
 class Interrupted(RuntimeError):
     """Training was asked to stop and has saved a checkpoint to go on from."""
+
+
+def leave_signals_to_the_main_process(worker_id: int) -> None:
+    """Keeps a loader's worker alive when a whole process group is asked to stop: the step at hand needs its images."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class ProgressBar(TrainerCallback):

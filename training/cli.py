@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"vit-scratch {verb}: {' '.join(_innermost(error).split())}", file=sys.stderr)
         return code
     except KeyboardInterrupt:
-        print(f"vit-scratch {verb}: interrupted before there was anything to resume", file=sys.stderr)
+        print(f"vit-scratch {verb}: interrupted at once; what was saved before is whole", file=sys.stderr)
         return 130
 
 
@@ -93,7 +93,10 @@ def _innermost(error: Exception) -> str:
     # transformers wraps what a config's own checks raise; the first cause says what the user should read.
     if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
         return str(error.__cause__)
-    return str(error)
+    message = str(error)
+    if "DataLoader worker process" in message.partition("\n")[0]:  # torch puts the worker's traceback in front
+        return message.rstrip().splitlines()[-1].partition(": ")[2]
+    return message
 
 
 if __name__ == "__main__":

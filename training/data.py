@@ -17,6 +17,7 @@ from training.broken_images import drop_broken_images
 from training.hub_datasets import is_dataset_folder, read_dataset_folder, read_hub_dataset
 from training.image_folders import read_image_folder
 from training.labelled_images import LabelledImages, SourceData
+from training.run_folder import SCHEMA_VERSION
 from training.sources import find_idx_files, read_digits, read_idx_folder
 from training.splits import carve_splits
 
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["ImageDataset", "LabelledImages", "load_image_dataset", "summarize_description"]
 
 logger = logging.getLogger(__name__)
-
-SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)

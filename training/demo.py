@@ -1,4 +1,4 @@
-"""`vit-scratch demo`: the whole main job on real images in three minutes: pretrain, fine-tune, evaluate, stage, load."""
+"""`vit-scratch demo`: pretrain, fine-tune, evaluate, stage and load back, on real images in three minutes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 from modeling_vit_scratch.errors_vit_scratch import EnvironmentFault
@@ -72,7 +73,7 @@ def _classify_test_images(recipe: FinetuneRecipe, staged: Path, folder: Path) ->
     paths = []
     for row in rows:
         paths.append(folder / f"digit_{images.labels[row]}_{images.sample_ids[row].replace('/', '_')}.png")
-        Image.fromarray(images.read(row)).save(paths[-1])
+        Image.fromarray(np.asarray(images.read(row))).save(paths[-1])
     with tempfile.TemporaryDirectory() as elsewhere:
         done = subprocess.run(
             [sys.executable, "-P", "-c", CLASSIFY, str(staged.resolve()), *(str(path.resolve()) for path in paths)],

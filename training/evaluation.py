@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,14 @@ from tqdm.auto import tqdm
 from modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchImageProcessor
 from modeling_vit_scratch.errors_vit_scratch import InputError
 from training import run_folder
-from training.arguments import EvaluateRecipe
+from training.arguments import DataArguments, EvaluateRecipe
 from training.data import LabelledImages, load_image_dataset
 from training.image_tensors import EvaluationImages
 from training.metrics import evaluate_predictions
 from training.parsing import parse_recipe
 from training.pretrained import class_names_of, load_classifier, load_processor
 
-__all__ = ["evaluate", "predict_logits", "probabilities_of"]
+__all__ = ["evaluate", "num_decoding_processes", "predict_logits", "probabilities_of"]
 
 
 def evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
@@ -31,6 +32,8 @@ def evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     arguments = recipe.evaluation
     if arguments.model_name_or_path is None:
         raise InputError("--model_name_or_path is missing: name the folder or Hub repo of the model")
+    if arguments.output_dir is not None:
+        _check_output_dir(Path(arguments.output_dir))
     model = load_classifier(arguments.model_name_or_path, arguments.revision)
     processor = load_processor(arguments.model_name_or_path, arguments.revision)
     class_names = class_names_of(model.config)
@@ -39,7 +42,7 @@ def evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     if images is None:
         raise InputError(f"--split {arguments.split}: the dataset has none; --{arguments.split}_fraction carves one")
     logits = predict_logits(
-        model, processor, images, batch_size=arguments.batch_size, num_workers=recipe.data.dataloader_num_workers or 0
+        model, processor, images, batch_size=arguments.batch_size, num_workers=num_decoding_processes(recipe.data)
     )
     evaluation = evaluate_predictions(logits, images.labels, class_names, split=arguments.split)
     if arguments.output_dir is not None and PartialState().is_main_process:
@@ -53,6 +56,21 @@ def evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
             probabilities=probabilities_of(logits, model),
         )
     return evaluation
+
+
+def _check_output_dir(folder: Path) -> None:
+    for name in (run_folder.METRICS_FILE, run_folder.PREDICTIONS_FILE):
+        if (folder / name).exists():
+            raise InputError(f"--output_dir {folder} already holds {name}: name another folder")
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--output_dir {folder} is a file: name a folder")
+
+
+def num_decoding_processes(arguments: DataArguments) -> int:
+    """Returns what the recipe asks for, or one a core that no other rank of this machine uses."""
+    if arguments.dataloader_num_workers is not None:
+        return arguments.dataloader_num_workers
+    return run_folder.num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @torch.inference_mode()
@@ -92,6 +110,7 @@ def main(argv: list[str], prog: str = "vit-scratch evaluate") -> int:
     evaluation = evaluate(recipe)
     if PartialState().is_main_process:
         print(accuracy_line(evaluation))
+    PartialState().destroy_process_group()  # or some runs abort at exit
     return 0
 
 

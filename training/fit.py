@@ -7,7 +7,9 @@ import math
 import os
 import shutil
 import sys
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,10 +21,17 @@ from transformers import EvalPrediction, PrinterCallback, TrainingArguments
 from modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchImageProcessor
 from modeling_vit_scratch.errors_vit_scratch import InputError
 from training import checkpoints, figures, run_folder
-from training.arguments import FinetuneRecipe, PixelArguments, PretrainRecipe, flat
+from training.arguments import (
+    FinetuneRecipe,
+    NetworkArguments,
+    PixelArguments,
+    PretrainRecipe,
+    StartArguments,
+    flat,
+)
 from training.callbacks import Interrupted, ProgressBar
 from training.data import ImageDataset, LabelledImages
-from training.evaluation import accuracy_line, predict_logits, probabilities_of
+from training.evaluation import accuracy_line, num_decoding_processes, predict_logits, probabilities_of
 from training.image_tensors import EvaluationImages, TrainingImages
 from training.metrics import evaluate_predictions
 from training.parsing import dump_recipe, parse_recipe
@@ -46,6 +55,14 @@ HARMLESS_AT_RESUME = {
     "dataloader_num_workers",
 }
 
+# What the checkpoint holds, or cannot take over: another value would be ignored, or meet a state that is not its own.
+FIXED_AT_RESUME = {
+    option.name for group in (NetworkArguments, StartArguments, PixelArguments) for option in fields(group)
+} | {"optimizer"}
+
+# Not fields of the recipe, but may be allowed to change by name all the same.
+DATA, WORLD_SIZE = "data", "world_size"
+
 
 def given(group: PixelArguments) -> dict[str, Any]:
     """Returns the fields that the recipe names."""
@@ -57,11 +74,11 @@ def open_run(recipe: Recipe, verb: str) -> Path | None:
     if recipe.run.output_dir is None:
         raise InputError("--output_dir is missing: name the folder of this run")
     folder, state = Path(recipe.run.output_dir), PartialState(cpu=not torch.cuda.is_available())
-    recipe_file = folder / "recipe.yaml"
+    recipe_file = folder / run_folder.RECIPE_FILE
     if recipe.run.resume:
         if not recipe_file.is_file():
             raise InputError(f"--resume: {folder} holds no run; leave the flag out to begin one")
-        _compare_recipes(recipe, recipe_file, verb)
+        _refuse_changes(recipe, recipe_file, verb)
         checkpoint = checkpoints.newest_checkpoint(folder)
         _check_world_size(checkpoint, recipe, state.num_processes)
         return checkpoint
@@ -71,22 +88,38 @@ def open_run(recipe: Recipe, verb: str) -> Path | None:
     return None
 
 
-def _compare_recipes(recipe: Recipe, recipe_file: Path, verb: str) -> None:
-    """Logs what differs from the run that is resumed, and refuses what would break exactness unless allowed."""
+def _changes(recipe: Recipe, recipe_file: Path, verb: str) -> dict[str, str]:
+    """What differs from the run that is resumed and may change its result, by field."""
     old = flat(parse_recipe(type(recipe), ["--config", str(recipe_file)], prog=f"vit-scratch {verb}", description=""))
-    changes = {
+    return {
         name: f"{name}: {old[name]} -> {value}"
         for name, value in flat(recipe).items()
         if value != old[name] and name not in HARMLESS_AT_RESUME
     }
+
+
+def _refuse_changes(recipe: Recipe, recipe_file: Path, verb: str) -> None:
+    """Logs what differs from the run that is resumed, and refuses what would break exactness unless allowed."""
+    allowed = recipe.run.allow_changed or []
+    for name in allowed:
+        if name not in {*flat(recipe), DATA, WORLD_SIZE}:
+            raise InputError(f"--allow_changed {name}: no such field; allowed can be fields, {DATA} and {WORLD_SIZE}")
+    changes = _changes(recipe, recipe_file, verb)
+    fixed = [name for name in changes if name in FIXED_AT_RESUME]
+    if fixed:
+        raise InputError(
+            f"--resume takes network, image processor and optimizer from the checkpoint in {recipe_file.parent}: "
+            f"{'; '.join(changes[name] for name in fixed)} would be ignored; put it back, or begin another run in "
+            f"another --output_dir"
+        )
     for line in changes.values():
         logger.warning("changed at resume: %s", line)
-    refused = [name for name in changes if name not in (recipe.run.allow_changed or [])]
+    refused = [name for name in changes if name not in allowed]
     if refused:
         raise InputError(
             f"--resume with other settings would not continue the run in {recipe_file.parent}: "
             f"{'; '.join(changes[name] for name in refused)}; put them back, or accept the change with "
-            f"--allow_changed {' '.join(refused)}"
+            f"--allow_changed {' '.join([*allowed, *refused])}"
         )
 
 
@@ -94,10 +127,22 @@ def _check_world_size(checkpoint: Path | None, recipe: Recipe, world_size: int) 
     if checkpoint is None:
         return
     saved = len(list(checkpoint.glob("rng_state*.pth")))
-    if saved != world_size and "world_size" not in (recipe.run.allow_changed or []):
+    if saved != world_size and WORLD_SIZE not in (recipe.run.allow_changed or []):
         raise InputError(
             f"{checkpoint} was saved by {saved} processes and would be resumed by {world_size}: dropout and rounding "
-            f"would differ; start {saved} processes, or accept the change with --allow_changed world_size"
+            f"would differ; start {saved} processes, or accept the change with --allow_changed {WORLD_SIZE}"
+        )
+
+
+def _check_same_data(recipe: Recipe, dataset: ImageDataset, folder: Path) -> None:
+    stored = run_folder.read_json(folder / run_folder.DATA_FILE)["splits"]
+    found = dataset.description["splits"]
+    differing = [name for name in {**stored, **found} if stored.get(name) != found.get(name)]
+    if differing and DATA not in (recipe.run.allow_changed or []):
+        raise InputError(
+            f"--resume: the images of {dataset.description['dataset']} are not those the run in {folder} began with "
+            f"({', '.join(differing)} differs from data.json); put them back, or accept the change with "
+            f"--allow_changed {DATA}"
         )
 
 
@@ -116,13 +161,15 @@ def fit(
         Interrupted: after SIGTERM or SIGINT; a checkpoint to resume from was saved.
     """
     folder = Path(str(recipe.run.output_dir))
-    if dataset.train is None:
-        raise InputError(f"{dataset.description['dataset']} has no training split")
+    _check_splits(recipe, dataset)
     is_main = PartialState().is_main_process
-    if is_main and checkpoint is None:
-        _begin(folder, f"verb: {verb}\n{dump_recipe(recipe)}", dataset)
-    trainer = _trainer(recipe, verb, model, processor, dataset)
-    trainer.fit(None if checkpoint is None else str(checkpoint))
+    with _all_or_nothing(recipe) if is_main and checkpoint is None else nullcontext():
+        trainer = _trainer(recipe, verb, model, processor, dataset)
+        if checkpoint is not None:
+            _check_same_data(recipe, dataset, folder)
+        if is_main:
+            _open_folder(recipe, verb, dataset, checkpoint)
+        trainer.fit(None if checkpoint is None else str(checkpoint))
     if trainer.stop_requests.stopped:
         trainer.end()
         raise Interrupted(
@@ -133,7 +180,7 @@ def fit(
     evaluation = _evaluate(model, processor, dataset, folder)
     if is_main:
         _export(model, processor, folder)
-        trainer.state.save_to_json(str(folder / "trainer_state.json"))
+        run_folder.write_json(folder / run_folder.TRAINER_STATE_FILE, asdict(trainer.state))
         curves = folder / run_folder.FIGURES_FOLDER / "learning_curves.png"
         figures.draw_learning_curves(trainer.state.log_history, curves, title=verb)
         run_folder.write_json(folder / run_folder.ENVIRONMENT_FILE, run_folder.describe_environment())
@@ -146,12 +193,51 @@ def fit(
     return folder
 
 
-def _begin(folder: Path, recipe: str, dataset: ImageDataset) -> None:
-    run_folder.prepare_output_dir(folder)
+def _check_splits(recipe: Recipe, dataset: ImageDataset) -> None:
+    name = dataset.description["dataset"]
+    if dataset.train is None:
+        raise InputError(f"{name} has no training split")
+    if recipe.run.eval_steps is not None and dataset.validation is None:
+        raise InputError(
+            f"eval_steps={recipe.run.eval_steps}: {name} has no validation split; carve one with validation_fraction, "
+            f"or leave eval_steps out"
+        )
+
+
+@contextmanager
+def _all_or_nothing(recipe: Recipe) -> Iterator[None]:
+    """Makes the run folder, and takes back what is put there if the run fails before there is a checkpoint."""
+    folder = Path(str(recipe.run.output_dir))
+    existed = folder.exists()
+    if not recipe.run.resume:
+        run_folder.prepare_output_dir(folder)
+    try:
+        yield
+    except BaseException:
+        if folder.is_dir() and not any(folder.glob("checkpoint-*")):
+            for name in (run_folder.RECIPE_FILE, run_folder.DATA_FILE):
+                (folder / name).unlink(missing_ok=True)
+            for empty in (folder / run_folder.FIGURES_FOLDER, *([] if existed else [folder])):
+                with suppress(OSError):
+                    empty.rmdir()
+        raise
+
+
+def _open_folder(recipe: Recipe, verb: str, dataset: ImageDataset, checkpoint: Path | None) -> None:
+    """Writes and prints the effective recipe; that of a resumed run says what was changed, and when."""
+    folder = Path(str(recipe.run.output_dir))
+    recipe_file = folder / run_folder.RECIPE_FILE
+    notes: list[str] = []
+    if recipe.run.resume:
+        notes = [line for line in recipe_file.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+        step = "the start" if checkpoint is None else checkpoint.name
+        notes += [f"# changed at {step}: {change}" for change in _changes(recipe, recipe_file, verb).values()]
     (folder / run_folder.FIGURES_FOLDER).mkdir(exist_ok=True)
-    print(recipe, end="", file=sys.stderr)
-    with run_folder.replace_file(folder / run_folder.RECIPE_FILE) as incomplete:
-        incomplete.write_text(recipe, encoding="utf-8")
+    settled = replace(recipe, run=replace(recipe.run, resume=False, allow_changed=None))
+    text = "".join(f"{line}\n" for line in notes) + f"verb: {verb}\n{dump_recipe(settled)}"
+    print(text, end="", file=sys.stderr)
+    with run_folder.replace_file(recipe_file) as incomplete:
+        incomplete.write_text(text, encoding="utf-8")
     run_folder.write_json(folder / run_folder.DATA_FILE, dataset.description)
 
 
@@ -186,9 +272,6 @@ def _training_arguments(recipe: Recipe, *, num_samples: int) -> TrainingArgument
         max_steps = math.ceil(num_epochs * num_samples / optimization.global_batch_size)
     world_size = PartialState().num_processes
     micro_batch = micro_batch_size(optimization.global_batch_size, world_size, optimization.per_device_batch_size)
-    num_workers = recipe.data.dataloader_num_workers
-    if num_workers is None:
-        num_workers = run_folder.num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return TrainingArguments(
         output_dir=str(run.output_dir),
         max_steps=max_steps,
@@ -209,7 +292,7 @@ def _training_arguments(recipe: Recipe, *, num_samples: int) -> TrainingArgument
         save_total_limit=run.save_total_limit,
         load_best_model_at_end=run.load_best_model_at_end,
         metric_for_best_model="accuracy",
-        dataloader_num_workers=num_workers,
+        dataloader_num_workers=num_decoding_processes(recipe.data),
         remove_unused_columns=False,
         disable_tqdm=True,  # ProgressBar is ours
         report_to="none",

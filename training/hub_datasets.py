@@ -61,7 +61,7 @@ def read_hub_dataset(
         dataset=name,
         kind="hub",
         source=f"Hub dataset {name}" + (f", configuration {config_name}" if config_name else ""),
-        revision=_commit_read(any_split, name) or revision,
+        revision=_commit_read(any_split),
         license=any_split.info.license or None,
         **found,
     )
@@ -85,7 +85,7 @@ def read_dataset_folder(
 
 def _load(name: str, *, config_name: str | None, revision: str | None) -> dict[str, "Dataset"]:
     import datasets
-    from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError, DatasetNotFoundError
+    from datasets.exceptions import DatasetGenerationError
 
     folder = Path(name)
     try:
@@ -93,7 +93,7 @@ def _load(name: str, *, config_name: str | None, revision: str | None) -> dict[s
             loaded = datasets.load_from_disk(name)
         else:
             loaded = datasets.load_dataset(name, config_name, revision=revision)
-    except (DatasetNotFoundError, DataFilesNotFoundError) as error:
+    except FileNotFoundError as error:  # also the parent of the library's own: no such dataset, no files in it
         raise InputError(f"dataset_name={name!r}: {_one_line(error)}") from error
     except DatasetGenerationError as error:
         # pyarrow also raises OSError for broken files, but then without a number of the system.
@@ -114,12 +114,12 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _commit_read(dataset: "Dataset", name: str) -> str | None:
-    """The commit in the addresses of the files that were read; datasets keeps it nowhere else."""
-    for address in dataset.info.download_checksums or {}:
-        match = re.search(rf"{re.escape(name)}(?:@|/resolve/)([0-9a-f]{{40}})/", address)
-        if match:
-            return match[1]
+def _commit_read(dataset: "Dataset") -> str | None:
+    """The commit of a Hub dataset: `datasets` names the cache folder after it, and tells it nowhere else."""
+    for file in dataset.cache_files:
+        folder = Path(file["filename"]).parent.name
+        if re.fullmatch("[0-9a-f]{40}", folder):
+            return folder
     return None
 
 

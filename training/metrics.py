@@ -63,21 +63,11 @@ def evaluate_predictions(
     log_probabilities = _log_probabilities(scores, labels, class_names, are_probabilities=are_probabilities)
     labels = np.asarray(labels, dtype=np.int64)
     probabilities = np.exp(log_probabilities)
-    num_samples = len(labels)
-    num_correct = int((probabilities.argmax(axis=1) == labels).sum())
-    low, high = wilson_interval(num_correct, num_samples)
     return {
         "split": split,
-        "num_samples": num_samples,
-        "loss": float(-log_probabilities[np.arange(num_samples), labels].mean()),
-        "accuracy": {
-            "value": num_correct / num_samples,
-            "low": low,
-            "high": high,
-            "confidence": CONFIDENCE,
-            "interval": "wilson",
-            "num_correct": num_correct,
-        },
+        "num_samples": len(labels),
+        "loss": float(-log_probabilities[np.arange(len(labels)), labels].mean()),
+        "accuracy": _accuracy_with_interval(probabilities, labels),
         "top_5_accuracy": _top_5_accuracy(probabilities, labels) if len(class_names) > 5 else None,
         "balanced_accuracy": _balanced_accuracy(probabilities, labels),
         "macro_f1": _macro_f1(probabilities, labels),
@@ -130,6 +120,19 @@ def _log_probabilities(
     for row in np.flatnonzero((scores.min(axis=1) < 0) | (np.abs(scores.sum(axis=1) - 1) > 1e-3)):
         raise InputError(f"scores of row {row} are no probabilities: they must be at least 0 and sum to 1.")
     return np.log(np.maximum(scores, np.finfo(np.float64).tiny))
+
+
+def _accuracy_with_interval(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
+    num_correct = int((probabilities.argmax(axis=1) == labels).sum())
+    low, high = wilson_interval(num_correct, len(labels))
+    return {
+        "value": num_correct / len(labels),
+        "low": low,
+        "high": high,
+        "confidence": CONFIDENCE,
+        "interval": "wilson",
+        "num_correct": num_correct,
+    }
 
 
 def _top_1_accuracy(probabilities: np.ndarray, labels: np.ndarray) -> float:

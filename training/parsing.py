@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import types
 import typing
 from dataclasses import Field, fields
@@ -49,7 +50,8 @@ def parse_recipe(recipe_class: type, argv: list[str], *, prog: str, description:
     for name in options:
         given = getattr(namespace, name)
         if given is not None:
-            values[name] = _read(given, hints[name], f"--{name}")
+            text = given[0] if isinstance(given, list) and len(given) == 1 else given
+            values[name] = _read(text, hints[name], f"--{name}")
     return _build(recipe_class, values)
 
 
@@ -71,6 +73,8 @@ def read_recipe_file(config: str) -> dict[str, tuple[Any, str]]:
         raise UsageError(f"{path.name} must hold lines of `field: value`")
     texts: dict[str, tuple[Any, str]] = {}
     for key, node in root.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise UsageError(f"{path.name}:{key.start_mark.line + 1} must be a line of `field: value`")
         place = f"{path.name}:{key.start_mark.line + 1}: {key.value}"
         if key.value in texts:
             raise UsageError(f"{place} stands a second time; keep one of the lines")
@@ -166,6 +170,8 @@ def _read(text: str | list[str], hint: Any, place: str) -> Any:
 
 
 def _read_as(text: str | list[str], kind: Any) -> Any:
+    if kind == list[str] and isinstance(text, list):
+        return text  # a class may be called `none`
     if typing.get_origin(kind) is list:
         return [_read_as(item, typing.get_args(kind)[0]) for item in ([text] if isinstance(text, str) else text)]
     if isinstance(text, list):
@@ -180,7 +186,10 @@ def _read_as(text: str | list[str], kind: Any) -> Any:
         return _TRUTH[text.lower()]
     if kind is str and text.lower() in ("none", "null", "~", ""):
         raise ValueError(text)  # the alternative None reads it
-    return kind(text)
+    value = kind(text)
+    if kind is float and not math.isfinite(value):
+        raise ValueError(text)
+    return value
 
 
 def _refuse_unknown_keys(texts: dict[str, Any], options: dict[str, Field], config: str, prog: str) -> None:

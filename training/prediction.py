@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
+import itertools
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +16,10 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from modeling_vit_scratch import ViTScratchImageProcessor
 from modeling_vit_scratch.errors_vit_scratch import InputError
 from training.evaluation import probabilities_of
+from training.image_folders import IMAGE_SUFFIXES
 from training.parsing import FlagParser
 from training.pretrained import class_names_of, load_classifier, load_processor
 from training.run_folder import replace_file
@@ -22,9 +27,6 @@ from training.run_folder import replace_file
 __all__ = ["predict"]
 
 logger = logging.getLogger(__name__)
-
-# What Pillow opens of the formats the image policy names; other files of a folder are not images.
-IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".tif", ".tiff", ".bmp"}
 
 
 @torch.inference_mode()
@@ -38,30 +40,41 @@ def predict(
     on_broken_image: str = "raise",
 ) -> Iterator[dict[str, Any]]:
     """Yields {"image": path, "predictions": [{"label", "score"}, ...]} for every image, likeliest label first."""
+    paths = list_images(images)
     model, processor = load_classifier(source, revision), load_processor(source, revision)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.eval().to(device)
     names = class_names_of(model.config)
-    paths = list_images(images)
-    for start in tqdm(range(0, len(paths), batch_size), desc="predict", unit="batch"):
-        readable, pixel_values = [], []
-        for path in paths[start : start + batch_size]:
-            try:
-                pixel_values.append(processor(str(path))["pixel_values"][0])
-                readable.append(path)
-            except InputError as error:
-                if on_broken_image == "raise":
-                    raise
-                logger.warning("skipped: %s", error)
-        if not readable:
-            continue
-        logits = model(pixel_values=torch.stack(pixel_values).to(device)).logits.float().cpu()
-        scores, classes = torch.from_numpy(probabilities_of(logits.numpy(), model)).topk(min(top_k, len(names)), dim=1)
-        for path, row_scores, row_classes in zip(readable, scores.tolist(), classes.tolist(), strict=True):
-            predictions = [
-                {"label": names[index], "score": score} for score, index in zip(row_scores, row_classes, strict=True)
-            ]
-            yield {"image": str(path), "predictions": predictions}
+    with tqdm(total=len(paths), desc="predict", unit="image") as bar:
+        for start in range(0, len(paths), batch_size):
+            readable = _read_images(paths[start : start + batch_size], processor, on_broken_image)
+            # Only with resize_mode none do sizes differ, and a batch has one.
+            for _, group in itertools.groupby(readable, key=lambda image: image[1].shape):
+                batch_paths, pixel_values = zip(*group, strict=True)
+                logits = model(pixel_values=torch.stack(pixel_values).to(device)).logits.float().cpu()
+                for path, scores in zip(batch_paths, probabilities_of(logits.numpy(), model), strict=True):
+                    likeliest = scores.argsort()[::-1][:top_k]
+                    predictions = [{"label": names[index], "score": float(scores[index])} for index in likeliest]
+                    yield {"image": _as_text(path), "predictions": predictions}
+            bar.update(min(batch_size, len(paths) - start))
+
+
+def _read_images(
+    paths: list[Path], processor: ViTScratchImageProcessor, on_broken_image: str
+) -> list[tuple[Path, torch.Tensor]]:
+    readable = []
+    for path in paths:
+        try:
+            readable.append((path, processor(str(path))["pixel_values"][0]))
+        except InputError as error:
+            if on_broken_image == "raise":
+                raise
+            logger.warning("skipped: %s", error)
+    return readable
+
+
+def _as_text(path: Path) -> str:
+    return os.fsencode(path).decode("utf-8", "backslashreplace")  # file names are bytes, outputs are text
 
 
 def list_images(places: list[str]) -> list[Path]:
@@ -69,7 +82,9 @@ def list_images(places: list[str]) -> list[Path]:
     paths: list[Path] = []
     for place in map(Path, places):
         if place.is_dir():
-            found = sorted(path for path in place.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+            found = sorted(
+                path for path in place.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and not path.is_dir()
+            )
             if not found:
                 raise InputError(f"{place} holds no image ({', '.join(sorted(IMAGE_SUFFIXES))})")
             paths += found
@@ -86,10 +101,13 @@ def main(argv: list[str], prog: str = "vit-scratch predict") -> int:
     parser.add_argument("images", nargs="+", help="images, or folders of images")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub model")
     parser.add_argument("--output", help="a .csv or .jsonl file; default: print")
-    parser.add_argument("--top_k", type=int, default=5, help="labels an image [5]")
-    parser.add_argument("--batch_size", type=int, default=32, help="images at once [32]")
+    parser.add_argument("--top_k", type=_positive, default=5, help="labels an image [5]")
+    parser.add_argument("--batch_size", type=_positive, default=32, help="images at once [32]")
     parser.add_argument("--on_broken_image", choices=["raise", "skip"], default="raise", help="[raise]")
     arguments = parser.parse_args(argv)
+    output = None if arguments.output is None else Path(arguments.output)
+    if output is not None:
+        _check_output(output)
     rows = predict(
         arguments.model,
         arguments.images,
@@ -98,16 +116,29 @@ def main(argv: list[str], prog: str = "vit-scratch predict") -> int:
         top_k=arguments.top_k,
         on_broken_image=arguments.on_broken_image,
     )
-    if arguments.output is None:
+    if output is None:
         for row in rows:
             print(row["image"], *(f"{item['label']} {item['score']:.4f}" for item in row["predictions"]), sep="\t")
         return 0
-    if Path(arguments.output).suffix not in (".csv", ".jsonl"):
-        raise InputError(f"--output {arguments.output} must end in .csv or .jsonl")
-    with replace_file(arguments.output) as incomplete:
-        _write(list(rows), incomplete, Path(arguments.output).suffix)
-    print(arguments.output)
+    found = list(rows)
+    with replace_file(output) as incomplete:
+        _write(found, incomplete, output.suffix)
+    print(output)
     return 0
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} must be 1 or more")
+    return number
+
+
+def _check_output(path: Path) -> None:
+    if path.suffix not in (".csv", ".jsonl"):
+        raise InputError(f"--output {path} must end in .csv or .jsonl")
+    if not path.parent.is_dir():
+        raise InputError(f"--output {path}: there is no folder {path.parent}; make it first")
 
 
 def _write(rows: list[dict[str, Any]], path: Path, suffix: str) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from safetensors import SafetensorError
 from transformers import PreTrainedConfig
 
 from modeling_vit_scratch import (
@@ -16,7 +17,7 @@ from modeling_vit_scratch import (
     ViTScratchImageProcessor,
     ViTScratchModel,
 )
-from modeling_vit_scratch.errors_vit_scratch import InputError
+from modeling_vit_scratch.errors_vit_scratch import EnvironmentFault, InputError
 
 __all__ = ["class_names_of", "load_classifier", "load_config", "load_processor", "with_new_head"]
 
@@ -26,11 +27,16 @@ Loaded = TypeVar("Loaded")
 def load_config(source: str, revision: str | None = None) -> ViTScratchConfig:
     """Returns the configuration stored in a folder or Hub repo."""
     stored, _ = _load(lambda: PreTrainedConfig.get_config_dict(source, revision=revision), source)
+    if not stored:
+        raise InputError(f"model_name_or_path={source}: there is no config.json, so no model")
     if stored.get("model_type") != ViTScratchConfig.model_type:
         raise InputError(
             f"{source} holds a model of type {stored.get('model_type')!r}; this command takes vit_scratch checkpoints"
         )
-    return _load(lambda: ViTScratchConfig.from_pretrained(source, revision=revision), source)
+    config = _load(lambda: ViTScratchConfig.from_pretrained(source, revision=revision or "main"), source)
+    for name in ("auto_map", "custom_pipelines"):  # a published model's; what is trained from it is not published yet
+        vars(config).pop(name, None)
+    return config
 
 
 def load_classifier(
@@ -53,7 +59,7 @@ def load_classifier(
 
 def load_processor(source: str, revision: str | None = None) -> ViTScratchImageProcessor:
     """Returns the image processor stored beside a model."""
-    return _load(lambda: ViTScratchImageProcessor.from_pretrained(source, revision=revision), source)
+    return _load(lambda: ViTScratchImageProcessor.from_pretrained(source, revision=revision or "main"), source)
 
 
 def with_new_head(
@@ -78,14 +84,30 @@ def with_new_head(
 
 def class_names_of(config: ViTScratchConfig) -> list[str]:
     """Returns the names of the classes in the order of their indices."""
-    return [config.id2label[index] for index in range(config.num_labels)]
+    names = cast(dict[int, str], config.id2label)
+    return [names[index] for index in range(len(names))]
 
 
 def _load(load: Callable[[], Loaded], source: str) -> Loaded:
     try:
         return load()
+    except SafetensorError as error:
+        raise InputError(f"model_name_or_path={source}: its weights are damaged ({error}); get them again") from error
     except (HFValidationError, HfHubHTTPError, OSError) as error:
         reason = str(error).splitlines()[0]
+        if _is_unreachable(error):
+            raise EnvironmentFault(f"model_name_or_path={source}: {reason} Try again, or name a folder.") from error
         if not Path(source).is_dir() and ("/" not in source or source.startswith(("/", "."))):
             reason = "no such folder"
         raise InputError(f"model_name_or_path={source}: {reason}") from error
+
+
+def _is_unreachable(error: BaseException | None) -> bool:
+    """Whether the Hub could not be asked, as far as the causes of an error tell."""
+    while error is not None:
+        if isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
+            return True
+        if isinstance(error, HfHubHTTPError) and error.response.status_code >= 500:
+            return True
+        error = error.__cause__
+    return False

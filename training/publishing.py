@@ -1,4 +1,4 @@
-"""`vit-scratch push` and `vit-scratch verify`: the command line of hub_upload, joined with this package's evaluation."""
+"""`vit-scratch push` and `vit-scratch verify`: hub_upload's command line, with this package's evaluation."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ def _push(argv: list[str], prog: str) -> int:
     arguments = parser.parse_args(argv)
     from hub_upload.push import push
 
-    result = push(
-        arguments.run_folder, arguments.repo_id, private=arguments.private, dry_run=arguments.dry_run
-    )
+    result = push(arguments.run_folder, arguments.repo_id, private=arguments.private, dry_run=arguments.dry_run)
     print(result.folder if result.commit is None else f"{result.commit}\n{result.url}")
     return 0
 

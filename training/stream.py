@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import Sampler
 
+from modeling_vit_scratch.errors_vit_scratch import InputError
+
 __all__ = ["GlobalBatches", "epoch_order", "micro_batch_size"]
 
 
@@ -20,7 +22,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
 def micro_batch_size(global_batch_size: int, world_size: int, limit: int | None) -> int:
     """Returns the images a device takes at once: the largest divisor of its share that the limit allows."""
     if global_batch_size % world_size:
-        raise ValueError(
+        raise InputError(
             f"global_batch_size={global_batch_size} must be a multiple of the {world_size} processes that share it"
         )
     share = global_batch_size // world_size

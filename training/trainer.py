@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any, cast
@@ -10,19 +11,21 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerState
+from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from modeling_vit_scratch import ViTScratchImageProcessor
 from modeling_vit_scratch.errors_vit_scratch import InputError
 from training import checkpoints
 from training.arguments import OptimizationArguments
-from training.callbacks import Cost, StopRequests
+from training.callbacks import Cost, StopRequests, leave_signals_to_the_main_process
 from training.image_tensors import TrainingImages
 from training.optimization import build_optimizer, build_scheduler
 from training.stream import GlobalBatches
 
 __all__ = ["ViTTrainer"]
+
+logger = logging.getLogger(__name__)
 
 
 class ViTTrainer(Trainer):
@@ -40,7 +43,9 @@ class ViTTrainer(Trainer):
 
     def __init__(self, *, optimization: OptimizationArguments, **kwargs: Any):
         super().__init__(**kwargs)
-        vars(self.model.config).pop("use_cache", None)  # Trainer's gift to every model, and no field of a ViT
+        vars(cast(PreTrainedModel, self.model).config).pop(
+            "use_cache", None
+        )  # Trainer's gift to every model, and no field of a ViT
         self.optimization = optimization
         self.stop_requests, self.cost = StopRequests(), Cost()
         self.add_callback(self.stop_requests)
@@ -70,9 +75,15 @@ class ViTTrainer(Trainer):
             num_workers=args.dataloader_num_workers,
             pin_memory=args.device.type == "cuda",
             persistent_workers=args.dataloader_num_workers > 0,
+            worker_init_fn=leave_signals_to_the_main_process,
             # Else the loader draws its seed from the global generator, and a resumed run has other dropout masks.
             generator=torch.Generator().manual_seed(args.seed),
         )
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        loader = super().get_eval_dataloader(eval_dataset)
+        getattr(loader, "base_dataloader", loader).worker_init_fn = leave_signals_to_the_main_process
+        return loader
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -112,21 +123,21 @@ class ViTTrainer(Trainer):
         grad_norm = super()._get_grad_norm(model, grad_norm)
         self._finite = self._finite & torch.as_tensor(grad_norm, device=self.args.device).isfinite()
         if self.args.device.type == "cpu":
-            self._stop_unless_finite()
+            self._stop_unless_finite(self.state.global_step + 1)
         else:  # reading the flag would wait for the device: the fused optimizer skips the update by itself
             self.optimizer.optimizer.found_inf = (~self._finite).float()
         return grad_norm
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log or self.control.should_save:
-            self._stop_unless_finite()
+            self._stop_unless_finite(self.state.global_step)
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
-    def _stop_unless_finite(self) -> None:
+    def _stop_unless_finite(self, step: int) -> None:
         if not self._finite:
             last = checkpoints.newest_checkpoint(str(self.args.output_dir))
             raise InputError(
-                f"the loss or a gradient was not finite by step {self.state.global_step + 1}; the weights were left "
+                f"the loss or a gradient was not finite by step {step}; the weights were left "
                 f"as they were; lower learning_rate={self.optimization.learning_rate}, set max_grad_norm, or lengthen "
                 f"warmup_steps; the last good checkpoint is {last or 'none yet'}"
             )
@@ -171,7 +182,12 @@ class ViTTrainer(Trainer):
             self._first_step = state.global_step
             self.cost.add(cast(dict[str, Any], state.stateful_callbacks)["Cost"]["attributes"])
         self._window_start, self._window_step = time.perf_counter(), self._first_step
-        self.train(resume_from_checkpoint=checkpoint)
+        try:
+            self.train(resume_from_checkpoint=checkpoint)
+        except BaseException:
+            # Trainer only calls this when all went well; else the bar stays open and signals stay ours.
+            self.callback_handler.on_train_end(self.args, self.state, self.control)
+            raise
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         # As Trainer's, less the pickled training arguments: the recipe says it all.
@@ -209,6 +225,24 @@ class ViTTrainer(Trainer):
             if isinstance(part, ExportableState):
                 cast(dict[str, Any], self.state.stateful_callbacks)[type(part).__name__] = part.state()
         self.state.save_to_json(path)
+
+    def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
+        trained = super()._init_training_state(max_steps, *args)
+        # The stored state brings its intervals and the path of the best checkpoint with it.
+        self.state.compute_steps(self.args, max_steps)
+        if self.state.best_global_step is not None:
+            best = checkpoints.checkpoint_folder(str(self.args.output_dir), self.state.best_global_step)
+            self.state.best_model_checkpoint = str(best)
+            if not best.is_dir():
+                logger.warning("%s, the best so far, is gone: the best of what is to come will be kept", best)
+                self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None
+        return trained
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        is_best = super()._determine_best_metric(metrics, trial)
+        if is_best and self.args.load_best_model_at_end:
+            self.control.should_save = True  # or there is nothing to load in the end
+        return is_best
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # Trainer's own loads what fits and warns of the rest.
