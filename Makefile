@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo check test test-all
+.PHONY: demo check test test-all test-lowest
 
 demo: $(VENV)/.installed
 	$(BIN)/vit-scratch demo
@@ -20,6 +20,13 @@ test: $(VENV)/.installed-test
 test-all: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --quiet -e ".[test,check,peer]"
 	$(BIN)/python -m pytest
+	$(MAKE) test-lowest
+
+# Model, image processor, push and verify on the lowest transformers that pyproject.toml allows.
+test-lowest: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet --target $(VENV)/lowest "transformers==5.17.*" "huggingface_hub==1.33.*"
+	PYTHONPATH=$(VENV)/lowest $(BIN)/python -m pytest -m "not slow and not peer and not gpu" \
+		tests/test_modeling_*.py tests/test_hub_*.py
 
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

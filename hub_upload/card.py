@@ -187,6 +187,8 @@ def _limits(facts: RunFacts) -> list[str]:
         f"The class with the fewest test images, `{_cell(smallest['label'])}`, has {smallest['num_samples']}: "
         "the rows of the class table are that uncertain.",
     ]
+    if facts.metrics["evaluation"]["split"] == "validation":
+        limits.append("There was no test split: choices made on the validation split flatter the figures above.")
     if unseen := [row["label"] for row in facts.metrics["evaluation"]["per_class"] if not row["num_samples"]]:
         limits.append(f"Without a test image, so not measured: {', '.join(f'`{_cell(label)}`' for label in unseen)}.")
     return limits

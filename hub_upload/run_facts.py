@@ -21,6 +21,9 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Fields of a recipe that hold a folder or a file of the machine the run was made on.
 _PATH_FIELDS = re.compile(r"(_dir|_path|_file|_folder)$|^(config|resume_from_checkpoint)$")
 
+# The notes of a resumed run: "# changed at checkpoint-5: data_dir: /home/me/a -> /home/me/b"
+_PATH_IN_A_NOTE = re.compile(r"(?<!\S)(?:[A-Za-z]:|~|\.{1,2})?[\\/](?:\S*[\\/])?(\S+)")
+
 
 @dataclass(frozen=True)
 class RunFacts:
@@ -52,14 +55,21 @@ class RunFacts:
         places = [Path.cwd(), *self.folder.resolve().parents]
         return None if any((place / start).exists() for place in places) else start
 
-    def publishable_recipe(self, base_model: str | None) -> dict[str, Any]:
-        """The recipe with local paths reduced to their last part: the rest says only where somebody keeps files."""
-        return {
-            name: _last_part(value)
-            if isinstance(value, str) and value != base_model and (_PATH_FIELDS.search(name) or _is_absolute(value))
-            else value
-            for name, value in self.recipe.items()
-        }
+    def publishable_recipe(self, base_model: str | None) -> str:
+        """The recipe's text with local paths reduced to their last part: the rest says where somebody keeps files.
+
+        Line by line, since loading and dumping would turn a class called `no` into `false`.
+        """
+        lines = []
+        for line in (self.folder / "recipe.yaml").read_text(encoding="utf-8").splitlines():
+            name = line.partition(":")[0]
+            value = self.recipe.get(name)
+            if line.startswith("#"):
+                line = _PATH_IN_A_NOTE.sub(r"\1", line)
+            elif isinstance(value, str) and value != base_model and (_PATH_FIELDS.search(name) or _is_absolute(value)):
+                line = f"{name}: {json.dumps(_last_part(value), ensure_ascii=False)}"  # JSON's strings are YAML's
+            lines.append(line)
+        return "\n".join(lines) + "\n"
 
 
 def _is_absolute(value: str) -> bool:
@@ -153,6 +163,8 @@ def _check_config(facts: RunFacts) -> None:
 def _check_metrics(facts: RunFacts) -> None:
     """Refuses figures that contradict each other: the card repeats them as facts."""
     path = facts.folder / "metrics.json"
+    if facts.metrics.get("evaluation") is None:
+        raise InputError(f"{path}: the run was not evaluated, so a card has nothing to state; give it a test split")
     try:
         evaluation = facts.metrics["evaluation"]
         accuracy, num_samples = evaluation["accuracy"], evaluation["num_samples"]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from huggingface_hub import EvalResultEntry
 from safetensors import SafetensorError, safe_open
 
@@ -116,8 +115,7 @@ def _write_code_and_configs(facts: RunFacts, folder: Path, base_model: str | Non
     config = {key: value for key, value in facts.config.items() if not key.startswith("_")}
     _write_json(folder / "config.json", {**config, "auto_map": AUTO_MAP, "custom_pipelines": CUSTOM_PIPELINES})
     _write_json(folder / "preprocessor_config.json", {**facts.preprocessor, "auto_map": PROCESSOR_AUTO_MAP})
-    recipe = yaml.safe_dump(facts.publishable_recipe(base_model), sort_keys=False, allow_unicode=True)
-    (folder / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    (folder / "recipe.yaml").write_text(facts.publishable_recipe(base_model), encoding="utf-8")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import resource
 import sys
 import time
@@ -38,7 +39,9 @@ TINY: dict[str, Any] = {
 
 def flags(**fields: Any) -> list[str]:
     """The fields as flags; None leaves one out."""
-    texts = {name: value if isinstance(value, list) else [value] for name, value in fields.items() if value is not None}
+    texts = {
+        name: value if isinstance(value, list) else [value] for name, value in fields.items() if value is not None
+    }
     return [part for name, values in texts.items() for part in (f"--{name}", *map(str, values))]
 
 
@@ -66,7 +69,7 @@ class Outcome:
     def complaints(self) -> list[str]:
         """The lines of stderr that are no progress bar."""
         lines = [line.rpartition("\r")[2] for line in self.err.split("\n")]
-        return [line for line in lines if line.strip() and "it/s]" not in line and "?, ?" not in line and "%|" not in line]
+        return [line for line in lines if line.strip() and not re.search(r"\d+%\||[?\d]\w*/s[\],]", line)]
 
     @property
     def error_line(self) -> str:
@@ -125,7 +128,13 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # A process of its own for each command, forked from a server that has imported everything once: it can be killed,
 # limited and signalled like a command typed into a shell, without paying for the imports.
 
-_PRELOADED = ["fixtures_training", "training.pretrain", "training.finetune", "training.prediction", "matplotlib.pyplot"]
+_PRELOADED = [
+    "fixtures_training",
+    "training.pretrain",
+    "training.finetune",
+    "training.prediction",
+    "matplotlib.backends.backend_agg",
+]
 
 
 def _command(argv: list[str], log: str, file_limit: int | None, group: bool) -> None:

@@ -28,6 +28,7 @@ RECIPE = {
     "global_batch_size": 64,
     "seed": 0,
 }
+# What a run costs: the card repeats it, no test measures it.
 TRAINING = {
     "num_train_samples": 1437,
     "global_batch_size": 64,

@@ -98,6 +98,13 @@ def test_a_held_out_part_is_not_passed_off_as_the_test_split(run_folder):
     assert dataset["split"] == "test (carved from train)"
 
 
+def test_figures_of_the_validation_split_are_marked_as_flattering(run_folder):
+    splits = json.loads((run_folder / "data.json").read_text())["splits"]
+    edit_json(run_folder / "data.json", splits={"train": splits["train"], "validation": splits["test"]})
+    edit_json(run_folder / "metrics.json", evaluation__split="validation")
+    assert "There was no test split" in card_of(run_folder)
+
+
 def test_a_hub_dataset_is_linked_with_its_revision(run_folder):
     edit_json(
         run_folder / "data.json", kind="hub", dataset="org/pets", revision="0" * 40, splits__test__origin="given"

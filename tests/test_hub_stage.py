@@ -89,6 +89,13 @@ def test_the_recipe_keeps_settings_and_drops_folders(run_folder, field, value, p
     assert yaml.safe_load((folder / "recipe.yaml").read_text())[field] == published
 
 
+def test_a_class_called_no_stays_no_and_notes_of_a_resume_lose_their_paths(run_folder):
+    text = "# changed at checkpoint-5: data_dir: /home/me/old -> /home/me/new\nverb: pretrain\nclasses: [no, 1e-3]\n"
+    (run_folder / "recipe.yaml").write_text(text)
+    published = (stage(run_folder, run_folder / "hub") / "recipe.yaml").read_text()
+    assert published == text.replace("/home/me/", "")
+
+
 def test_no_file_names_the_folder_of_the_run(staged, run_folder):
     for path in staged.rglob("*"):
         if path.is_file():
@@ -197,7 +204,8 @@ def test_nan_in_the_weights_is_refused_by_name(run_folder):
         ("metrics.json", {"evaluation__accuracy__value": 0.99}, r"accuracy\.value"),
         ("metrics.json", {"evaluation__num_samples": 10}, "confusion_matrix"),
         ("metrics.json", {"evaluation__split": "validation"}, "split"),
-        ("metrics.json", {"evaluation": None}, "metrics.json"),
+        ("metrics.json", {"evaluation": None}, "was not evaluated"),
+        ("metrics.json", {"evaluation__accuracy": None}, "is missing or of another kind"),
     ],
 )
 def test_files_that_contradict_each_other_are_refused(run_folder, name, fields, said):

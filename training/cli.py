@@ -7,6 +7,8 @@ import os
 import sys
 import traceback
 
+from training.arguments import EvaluateRecipe, FinetuneRecipe, PretrainRecipe
+
 __all__ = ["main"]
 
 VERBS = {
@@ -22,6 +24,8 @@ VERBS = {
     ),
 }
 
+RECIPES = {"pretrain": PretrainRecipe, "finetune": FinetuneRecipe, "evaluate": EvaluateRecipe}
+
 DONE, OUR_FAULT, INPUT, ENVIRONMENT, INTERRUPTED = 0, 1, 2, 3, 75
 
 
@@ -35,13 +39,13 @@ def main(argv: list[str] | None = None) -> int:
         return DONE
     verb, *rest = argv
     if verb not in VERBS:
-        print(f"vit-scratch: no verb {verb!r}; the verbs are {', '.join(VERBS)}", file=sys.stderr)
+        print(f"vit-scratch {verb}: there is no such verb; the verbs are {', '.join(VERBS)}", file=sys.stderr)
         return INPUT
     # Threads that spin while they wait stall each other on shared cores; read when torch loads its OpenMP.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         _set_up_logging()
-        return importlib.import_module(VERBS[verb][0]).main(rest, prog=f"vit-scratch {verb}")
+        return _run(verb, rest)
     except Exception as error:
         code = _exit_code(error)
         if debug or code == OUR_FAULT:
@@ -52,6 +56,20 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"vit-scratch {verb}: interrupted at once; what was saved before is whole", file=sys.stderr)
         return 130
+
+
+def _run(verb: str, argv: list[str]) -> int:
+    module, description = VERBS[verb]
+    prog = f"vit-scratch {verb}"
+    if verb in RECIPES:
+        from training.parsing import parse_recipe
+
+        # Before the import, which takes seconds: --help and mistyped flags are answered at once.
+        recipe = parse_recipe(
+            RECIPES[verb], argv, prog=prog, description=f"{description[0].upper()}{description[1:]}."
+        )
+        return importlib.import_module(module).main(recipe)
+    return importlib.import_module(module).main(argv, prog=prog)
 
 
 def _help() -> str:

@@ -21,7 +21,6 @@ from training.arguments import DataArguments, EvaluateRecipe
 from training.data import LabelledImages, load_image_dataset
 from training.image_tensors import EvaluationImages
 from training.metrics import evaluate_predictions
-from training.parsing import parse_recipe
 from training.pretrained import class_names_of, load_classifier, load_processor
 
 __all__ = ["evaluate", "num_decoding_processes", "predict_logits", "probabilities_of"]
@@ -105,8 +104,7 @@ def probabilities_of(logits: np.ndarray, model: ViTScratchForImageClassification
     return (scores.sigmoid() if multi_label else scores.softmax(dim=1)).numpy()
 
 
-def main(argv: list[str], prog: str = "vit-scratch evaluate") -> int:
-    recipe = parse_recipe(EvaluateRecipe, argv, prog=prog, description="Measure a model on a split of a dataset.")
+def main(recipe: EvaluateRecipe) -> int:
     evaluation = evaluate(recipe)
     if PartialState().is_main_process:
         print(accuracy_line(evaluation))

@@ -12,7 +12,6 @@ from modeling_vit_scratch.errors_vit_scratch import InputError
 from training.arguments import FinetuneRecipe
 from training.data import ImageDataset, load_image_dataset
 from training.fit import fit, given, open_run
-from training.parsing import parse_recipe
 from training.pretrained import class_names_of, load_classifier, load_config, load_processor, with_new_head
 
 __all__ = ["finetune"]
@@ -56,8 +55,8 @@ def _start(
     return dataset, model, ViTScratchImageProcessor(**fields)
 
 
-def main(argv: list[str], prog: str = "vit-scratch finetune") -> int:
-    finetune(parse_recipe(FinetuneRecipe, argv, prog=prog, description="Train a checkpoint on other images."))
+def main(recipe: FinetuneRecipe) -> int:
+    finetune(recipe)
     return 0
 
 

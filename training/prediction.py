@@ -11,25 +11,22 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from tqdm.auto import tqdm
-
-from modeling_vit_scratch import ViTScratchImageProcessor
-from modeling_vit_scratch.errors_vit_scratch import InputError
-from training.evaluation import probabilities_of
-from training.image_folders import IMAGE_SUFFIXES
 from training.parsing import FlagParser
-from training.pretrained import class_names_of, load_classifier, load_processor
-from training.run_folder import replace_file
+
+if TYPE_CHECKING:
+    import torch
+
+    from modeling_vit_scratch import ViTScratchImageProcessor
+
+# The rest is imported where it is used, so that --help answers at once.
 
 __all__ = ["predict"]
 
 logger = logging.getLogger(__name__)
 
 
-@torch.inference_mode()
 def predict(
     source: str,
     images: list[str],
@@ -40,6 +37,12 @@ def predict(
     on_broken_image: str = "raise",
 ) -> Iterator[dict[str, Any]]:
     """Yields {"image": path, "predictions": [{"label", "score"}, ...]} for every image, likeliest label first."""
+    import torch
+    from tqdm.auto import tqdm
+
+    from training.evaluation import probabilities_of
+    from training.pretrained import class_names_of, load_classifier, load_processor
+
     paths = list_images(images)
     model, processor = load_classifier(source, revision), load_processor(source, revision)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,7 +54,8 @@ def predict(
             # Only with resize_mode none do sizes differ, and a batch has one.
             for _, group in itertools.groupby(readable, key=lambda image: image[1].shape):
                 batch_paths, pixel_values = zip(*group, strict=True)
-                logits = model(pixel_values=torch.stack(pixel_values).to(device)).logits.float().cpu()
+                with torch.inference_mode():
+                    logits = model(pixel_values=torch.stack(pixel_values).to(device)).logits.float().cpu()
                 for path, scores in zip(batch_paths, probabilities_of(logits.numpy(), model), strict=True):
                     likeliest = scores.argsort()[::-1][:top_k]
                     predictions = [{"label": names[index], "score": float(scores[index])} for index in likeliest]
@@ -62,6 +66,8 @@ def predict(
 def _read_images(
     paths: list[Path], processor: ViTScratchImageProcessor, on_broken_image: str
 ) -> list[tuple[Path, torch.Tensor]]:
+    from modeling_vit_scratch.errors_vit_scratch import InputError
+
     readable = []
     for path in paths:
         try:
@@ -79,6 +85,9 @@ def _as_text(path: Path) -> str:
 
 def list_images(places: list[str]) -> list[Path]:
     """Returns the images that files and folders name, folders searched to any depth in the order of names."""
+    from modeling_vit_scratch.errors_vit_scratch import InputError
+    from training.image_folders import IMAGE_SUFFIXES
+
     paths: list[Path] = []
     for place in map(Path, places):
         if place.is_dir():
@@ -105,6 +114,8 @@ def main(argv: list[str], prog: str = "vit-scratch predict") -> int:
     parser.add_argument("--batch_size", type=_positive, default=32, help="images at once [32]")
     parser.add_argument("--on_broken_image", choices=["raise", "skip"], default="raise", help="[raise]")
     arguments = parser.parse_args(argv)
+    from training.run_folder import replace_file
+
     output = None if arguments.output is None else Path(arguments.output)
     if output is not None:
         _check_output(output)
@@ -135,6 +146,8 @@ def _positive(text: str) -> int:
 
 
 def _check_output(path: Path) -> None:
+    from modeling_vit_scratch.errors_vit_scratch import InputError
+
     if path.suffix not in (".csv", ".jsonl"):
         raise InputError(f"--output {path} must end in .csv or .jsonl")
     if not path.parent.is_dir():

@@ -12,7 +12,6 @@ from modeling_vit_scratch import ViTScratchConfig, ViTScratchForImageClassificat
 from training.arguments import NetworkArguments, PretrainRecipe
 from training.data import load_image_dataset
 from training.fit import fit, given, open_run
-from training.parsing import parse_recipe
 from training.pretrained import class_names_of, load_classifier, load_config, load_processor
 
 __all__ = ["pretrain"]
@@ -42,8 +41,8 @@ def network_config(network: NetworkArguments, class_names: list[str]) -> ViTScra
     return ViTScratchConfig.from_variant(network.variant, **fields)
 
 
-def main(argv: list[str], prog: str = "vit-scratch pretrain") -> int:
-    pretrain(parse_recipe(PretrainRecipe, argv, prog=prog, description="Train a network from its initialisation."))
+def main(recipe: PretrainRecipe) -> int:
+    pretrain(recipe)
     return 0
 
 

@@ -95,10 +95,10 @@ def _load(load: Callable[[], Loaded], source: str) -> Loaded:
         raise InputError(f"model_name_or_path={source}: its weights are damaged ({error}); get them again") from error
     except (HFValidationError, HfHubHTTPError, OSError) as error:
         reason = str(error).splitlines()[0]
-        if _is_unreachable(error):
-            raise EnvironmentFault(f"model_name_or_path={source}: {reason} Try again, or name a folder.") from error
         if not Path(source).is_dir() and ("/" not in source or source.startswith(("/", "."))):
             reason = "no such folder"
+        elif _is_unreachable(error):
+            raise EnvironmentFault(f"model_name_or_path={source}: {reason} Try again, or name a folder.") from error
         raise InputError(f"model_name_or_path={source}: {reason}") from error
 
 
