@@ -1,23 +1,36 @@
 """Tiny training runs: flags, the command line called in this process, and in a process that can be killed."""
 
+import atexit
+import functools
 import io
 import json
 import multiprocessing
 import os
 import re
 import resource
+import shutil
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
+import numpy as np
 import torch
 from safetensors.torch import load_file
+from transformers import set_seed
 
+from modeling_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchImageProcessor
 from training import cli
+from training.arguments import PretrainRecipe
+from training.data import ImageDataset, LabelledImages
+from training.fit import _trainer
+from training.parsing import parse_recipe
+from training.trainer import ViTTrainer
 
 TINY: dict[str, Any] = {
     "image_size": 8,
@@ -114,15 +127,85 @@ def assert_same_tensors(first: Path, second: Path) -> None:
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
-@pytest.fixture(scope="session")
-def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a tiny pretraining on five of the ten digits."""
-    folder = tmp_path_factory.mktemp("pretrained") / "run"
+NUM_CLASSES = 5
+
+
+def random_images(num_samples: int = 24, name: str = "train") -> LabelledImages:
+    """Noise of 8x8 pixels in five classes."""
+    pixels = np.random.default_rng(len(name)).integers(0, 256, (num_samples, 8, 8), dtype=np.uint8)
+    return LabelledImages.from_column(name, pixels, np.arange(num_samples) % NUM_CLASSES)
+
+
+def tiny_model(seed: int = 0, **fields: Any) -> ViTScratchForImageClassification:
+    """A model of the TINY shape; its head is drawn too, since a zero head gives zero gradients below it."""
+    network = {name: TINY[name] for name in ("image_size", "patch_size", "num_channels", "hidden_size")}
+    network |= {name: TINY[name] for name in ("num_hidden_layers", "num_attention_heads", "intermediate_size")}
+    set_seed(seed)
+    model = ViTScratchForImageClassification(ViTScratchConfig(**network, num_labels=NUM_CLASSES, **fields))
+    torch.nn.init.normal_(model.classifier.weight, std=0.3)
+    return model
+
+
+def tiny_trainer(
+    folder: Path, *, model: ViTScratchForImageClassification | None = None, train: Any = None, **fields: Any
+) -> ViTTrainer:
+    """The trainer that `pretrain` would build for these fields, on noise; saves where `folder` is."""
+    training = {name: value for name, value in TINY.items() if name not in ("dataset_name", "learning_rate")}
+    argv = flags(**{**training, "learning_rate": 1e-2, "output_dir": folder, **fields})
+    recipe = parse_recipe(PretrainRecipe, argv, prog="vit-scratch pretrain", description="")
+    model = tiny_model() if model is None else model
+    dataset = ImageDataset(
+        class_names=[str(label) for label in range(NUM_CLASSES)],
+        train=random_images() if train is None else train,
+        validation=random_images(15, "validation"),
+        test=None,
+        description={"dataset": "noise"},
+    )
+    set_seed(recipe.optimization.seed)
+    return _trainer(recipe, "pretrain", model, ViTScratchImageProcessor.from_config(model.config), dataset)
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of all tensors."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+# Made once by whichever test asks first.
+
+
+@functools.cache
+def pretrained() -> Path:
+    """The run folder of a tiny pretraining on five of the ten digits, evaluated; not to be changed."""
+    folder = _temporary_folder() / "run"
     outcome = call(
         *pretrain_flags(folder, classes=list("01234"), test_fraction=0.2, validation_fraction=0.1, eval_steps=2)
     )
     assert outcome.code == 0, outcome.err
     return folder
+
+
+@functools.cache
+def short_run() -> Path:
+    """The run folder of two checkpoints without evaluation; not to be changed."""
+    folder = _temporary_folder() / "run"
+    outcome = call(*pretrain_flags(folder))
+    assert outcome.code == 0, outcome.err
+    return folder
+
+
+def _temporary_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="vit-scratch-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def interrupted_copy(run_folder: Path, target: Path, step: int = 2) -> Path:
+    """The run folder as it was when the checkpoint of this step was the last thing written."""
+    target.mkdir(parents=True)
+    for name in ("recipe.yaml", "data.json"):
+        shutil.copy(run_folder / name, target)
+    shutil.copytree(run_folder / f"checkpoint-{step}", target / f"checkpoint-{step}")
+    return target
 
 
 # A process of its own for each command, forked from a server that has imported everything once: it can be killed,
@@ -137,57 +220,54 @@ _PRELOADED = [
 ]
 
 
-def _command(argv: list[str], log: str, file_limit: int | None, group: bool) -> None:
+def _command(argv: list[str], pipe: Any, file_limit: int | None, group: bool) -> None:
     if group:
         os.setsid()
-    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    os.dup2(pipe.fileno(), 1)
+    os.dup2(pipe.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     if file_limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))
     sys.exit(cli.main(argv))
 
 
-@dataclass
 class Command:
-    """A running `vit-scratch` of its own."""
+    """A running `vit-scratch` of its own. `group`: it leads a process group, as one started from a shell does."""
 
-    argv: list[str]
-    log: Path
-    file_limit: int | None = None
-    group: bool = False
-    process: Any = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, argv: list[str], *, file_limit: int | None = None, group: bool = False):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
-        arguments = (self.argv, str(self.log), self.file_limit, self.group)
-        self.process = context.Process(target=_command, args=arguments)
+        reader, writer = context.Pipe(duplex=False)
+        self.argv, self.said = [str(argument) for argument in argv], b""
+        self.process = context.Process(target=_command, args=(self.argv, writer, file_limit, group))
         self.process.start()
+        writer.close()
+        self.listener = threading.Thread(target=self._listen, args=(reader,), daemon=True)
+        self.listener.start()
 
-    def end(self, timeout: float = 120) -> int:
-        """The exit code; minus the number of the signal that killed it."""
+    def _listen(self, reader: Any) -> None:
+        while chunk := os.read(reader.fileno(), 65536):
+            self.said += chunk
+
+    def end(self, timeout: float = 120) -> Outcome:
+        """What it left; the code of one that was killed is minus the signal's number."""
         self.process.join(timeout)
-        assert self.process.exitcode is not None, f"{self.argv} did not end: {self.text()}"
-        return self.process.exitcode
+        assert self.process.exitcode is not None, f"{self.argv} did not end: {self.text}"
+        self.listener.join(10)
+        return Outcome(self.process.exitcode, "", self.text)
 
-    def wait_for(self, appears: Any, timeout: float = 120) -> None:
+    def wait_for(self, appears: Callable[[], bool], timeout: float = 120) -> None:
         """Returns once `appears()` is true."""
         deadline = time.monotonic() + timeout
         while not appears():
-            assert time.monotonic() < deadline and self.process.is_alive(), self.text()
+            assert time.monotonic() < deadline and self.process.is_alive(), self.text
             time.sleep(0.001)
 
-    def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
-
+    @property
     def text(self) -> str:
-        return self.log.read_text() if self.log.exists() else ""
+        return self.said.decode()
 
 
-def run(argv: list[str], log: Path, **limits: Any) -> Outcome:
+def run(argv: list[str], **limits: Any) -> Outcome:
     """Runs a command in a process of its own, to its end."""
-    command = Command([str(argument) for argument in argv], log, **limits)
-    code = command.end()
-    return Outcome(code, "", command.text())
+    return Command(argv, **limits).end()

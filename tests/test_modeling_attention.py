@@ -56,6 +56,17 @@ def test_evaluation_drops_nothing(dropouts):
     assert dropouts == []
 
 
+def test_dropout_of_the_embeddings_is_after_the_positions_are_added(monkeypatch):
+    model = tiny_encoder()
+    torch.nn.init.zeros_(model.embeddings.patch_embeddings.projection.weight)
+    torch.nn.init.zeros_(model.embeddings.patch_embeddings.projection.bias)
+    torch.nn.init.zeros_(model.embeddings.cls_token)
+    seen = []
+    monkeypatch.setattr(model.embeddings.dropout, "forward", lambda tokens: seen.append(tokens) or tokens)
+    model(random_pixels())
+    torch.testing.assert_close(seen[0], model.embeddings.position_embeddings.expand(2, -1, -1), rtol=0, atol=0)
+
+
 def test_dropout_after_the_gelu_is_really_after_it(monkeypatch):
     model = tiny_encoder(hidden_dropout_prob=0.5).train()
     seen = []

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from fixtures_modeling import random_pixels, tiny_classifier, tiny_encoder
+from transformers import Trainer, TrainingArguments
 
 from modeling_vit_scratch import modeling_vit_scratch as modeling
 
@@ -85,6 +86,33 @@ def test_gradient_checkpointing_keeps_the_outputs_asked_for():
     enable_checkpointing(model)
     output = model(random_pixels(), output_attentions=True, output_hidden_states=True)
     assert (len(output.attentions), len(output.hidden_states)) == (2, 3)
+
+
+def weights_after_one_step(folder, batch_size: int, accumulation_steps: int) -> dict[str, torch.Tensor]:
+    model = tiny_classifier()
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=1,
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation_steps,
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    samples = [{"pixel_values": pixels, "labels": label} for label, pixels in enumerate(random_pixels(batch=4))]
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    Trainer(model, arguments, train_dataset=samples, optimizers=(sgd, None)).train()
+    return model.state_dict()
+
+
+def test_accumulated_micro_batches_train_as_one_batch(tmp_path):
+    accumulated = weights_after_one_step(tmp_path, batch_size=2, accumulation_steps=2)
+    at_once = weights_after_one_step(tmp_path, batch_size=4, accumulation_steps=1)
+    # In one step of rate 1 a gradient twice as large would show in the first digit.
+    torch.testing.assert_close(accumulated, at_once, rtol=1e-4, atol=1e-5)
 
 
 # Compilation.

@@ -119,17 +119,21 @@ class Cost(TrainerCallback, ExportableState):
 
     def __init__(self, elapsed_seconds: float = 0.0, cpu_seconds: float = 0.0):
         self.before = {"elapsed_seconds": elapsed_seconds, "cpu_seconds": cpu_seconds}
-        self.start = time.perf_counter()
+        self.start, self.cpu_at_start = time.perf_counter(), _cpu_seconds()
 
     def add(self, cost: dict[str, float]) -> None:
         """Counts what earlier sessions took."""
         self.before = {name: self.before[name] + cost[name] for name in self.before}
 
     def state(self) -> dict[str, Any]:
-        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        own_cpu = sum(usage.ru_utime + usage.ru_stime for usage in usages)
         attributes = {
             "elapsed_seconds": self.before["elapsed_seconds"] + time.perf_counter() - self.start,
-            "cpu_seconds": self.before["cpu_seconds"] + own_cpu,
+            "cpu_seconds": self.before["cpu_seconds"] + _cpu_seconds() - self.cpu_at_start,
         }
         return {"args": {}, "attributes": attributes}
+
+
+def _cpu_seconds() -> float:
+    """Of all threads of this process, and of the workers that have ended."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)

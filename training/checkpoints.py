@@ -29,6 +29,9 @@ HASHES = "hashes.json"
 _PREFIX = "checkpoint-"
 _UNFINISHED = "unfinished-"
 
+# torch.save turns what the disk says into RuntimeErrors, by how far it came.
+_SIGNS_OF_TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "iostream error")
+
 
 def checkpoint_folder(run_folder: str | Path, step: int) -> Path:
     return Path(run_folder) / f"{_PREFIX}{step}"
@@ -40,17 +43,21 @@ def unfinished_folder(run_folder: str | Path, step: int) -> Path:
 
 
 @contextmanager
-def writing_to_disk(folder: Path, kept: str) -> Iterator[None]:
+def writing_to_disk(folder: Path) -> Iterator[None]:
     """Turns a failed write below `folder` into `EnvironmentFault`, after removing what was half written there."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        # torch.save reports a full disk as a RuntimeError of its zip writer, safetensors as its own.
-        if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
-            raise
-        shutil.rmtree(folder, ignore_errors=True)
         reason = str(error).splitlines()[0]
-        raise EnvironmentFault(f"could not write {folder}: {reason}; {kept}; make room, then use --resume") from error
+        if isinstance(error, RuntimeError):
+            if not any(sign in reason for sign in _SIGNS_OF_TORCH_WRITER):
+                raise
+            reason = f"no space, or a file too large ({reason})"
+        shutil.rmtree(folder, ignore_errors=True)
+        remedy = "earlier checkpoints are whole: make room, then use --resume"
+        if not _checkpoints(folder.parent):
+            remedy = "there is no earlier checkpoint: make room, then run again"
+        raise EnvironmentFault(f"could not write {folder}: {reason}; {remedy}") from error
 
 
 def publish_checkpoint(run_folder: str | Path, step: int) -> Path:
@@ -83,7 +90,7 @@ def verify_checkpoint(folder: Path) -> None:
     remedy = f"delete {folder} to resume from the checkpoint before it"
     try:
         hashes = json.loads((folder / HASHES).read_text(encoding="utf-8"))["sha256"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder / HASHES} is missing or unreadable, so nothing vouches for it; {remedy}") from error
     for name, sha256 in hashes.items():
         path = folder / name

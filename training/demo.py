@@ -42,10 +42,10 @@ def demo(output_dir: Path, *, seed: int) -> None:
 
     start = time.perf_counter()
     print("1/5 pretrain a small ViT on the digits 0 to 4 at 8 pixels")
-    flags = ["--config", "demo_pretrain", "--output_dir", str(output_dir / "pretrain"), "--seed", str(seed)]
+    flags = ["--config", "demo_pretrain", "--output_dir", str(output_dir / "pretrained"), "--seed", str(seed)]
     pretrained = pretrain(parse_recipe(PretrainRecipe, flags, prog="vit-scratch pretrain", description=""))
     print("2/5 fine-tune it on all ten digits at 16 pixels, and evaluate")
-    flags = ["--config", "demo_finetune", "--output_dir", str(output_dir / "finetune"), "--seed", str(seed)]
+    flags = ["--config", "demo_finetune", "--output_dir", str(output_dir / "vit-digits"), "--seed", str(seed)]
     flags += ["--model_name_or_path", str(pretrained)]
     recipe = parse_recipe(FinetuneRecipe, flags, prog="vit-scratch finetune", description="")
     finetuned = finetune(recipe)

@@ -340,7 +340,7 @@ def _evaluate(
 def _export(model: ViTScratchForImageClassification, processor: ViTScratchImageProcessor, folder: Path) -> None:
     """Puts the model and its processor at the top of the run folder, each file whole or not at all."""
     aside = folder / "unfinished-export"
-    with checkpoints.writing_to_disk(aside, "the checkpoints are whole"):
+    with checkpoints.writing_to_disk(aside):
         shutil.rmtree(aside, ignore_errors=True)
         model.save_pretrained(aside)
         processor.save_pretrained(aside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
+import numpy as np
 from torch.utils.data import Sampler
 
 from modeling_vit_scratch.errors_vit_scratch import InputError
@@ -12,11 +12,10 @@ from modeling_vit_scratch.errors_vit_scratch import InputError
 __all__ = ["GlobalBatches", "epoch_order", "micro_batch_size"]
 
 
-def epoch_order(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
+def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
     """Returns the permutation of the rows that one pass over the images follows."""
-    # Two 32-bit halves, so that no (seed, epoch) shares a generator with another.
-    generator = torch.Generator().manual_seed((seed << 32) + epoch)
-    return torch.randperm(num_samples, generator=generator)
+    # torch's generator heeds only 32 bits of a seed, too few to tell all (seed, epoch) apart.
+    return np.random.default_rng([seed, epoch]).permutation(num_samples)
 
 
 def micro_batch_size(global_batch_size: int, world_size: int, limit: int | None) -> int:
@@ -67,7 +66,7 @@ class GlobalBatches(Sampler[list[tuple[int, int]]]):
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for _ in range(self.first_step * self.batches_per_step):
             yield []
-        epoch, order = -1, torch.empty(0, dtype=torch.long)
+        epoch, order = -1, np.empty(0, dtype=np.int64)
         for step in range(self.first_step, self.max_steps):
             for micro in range(self.batches_per_step):
                 start = step * self.global_batch_size + (micro * self.world_size + self.rank) * self.micro_batch_size

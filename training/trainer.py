@@ -52,6 +52,7 @@ class ViTTrainer(Trainer):
         self.add_callback(self.cost)
         self._first_step = 0
         self._finite = torch.tensor(True, device=self.args.device)
+        self._gates_on_device = self.args.device.type != "cpu"  # where reading the flag would wait for the device
         self._window_start, self._window_step, self._waited = time.perf_counter(), 0, 0.0
 
     # Data: the whole training is one pass over one stream of batches.
@@ -122,10 +123,10 @@ class ViTTrainer(Trainer):
         # Called between the backward and the optimizer's step.
         grad_norm = super()._get_grad_norm(model, grad_norm)
         self._finite = self._finite & torch.as_tensor(grad_norm, device=self.args.device).isfinite()
-        if self.args.device.type == "cpu":
-            self._stop_unless_finite(self.state.global_step + 1)
-        else:  # reading the flag would wait for the device: the fused optimizer skips the update by itself
+        if self._gates_on_device:  # the fused optimizer skips the update by itself
             self.optimizer.optimizer.found_inf = (~self._finite).float()
+        else:
+            self._stop_unless_finite(self.state.global_step + 1)
         return grad_norm
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -199,8 +200,7 @@ class ViTTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         step, run_folder = self.state.global_step, str(self.args.output_dir)
         aside = checkpoints.unfinished_folder(run_folder, step)
-        kept = "earlier checkpoints are whole"
-        with checkpoints.writing_to_disk(aside, kept):
+        with checkpoints.writing_to_disk(aside):
             if self.args.should_save:
                 checkpoints.remove_unfinished(run_folder)
                 aside.mkdir(parents=True)
