@@ -3,7 +3,6 @@
 B images, T tokens (class token and patches), D hidden_size, A heads, d head_dim = D / A, K classes.
 """
 
-import copy
 import logging
 import math
 from typing import Any, cast
@@ -25,7 +24,7 @@ from .embeddings_vit_scratch import (
     resize_patch_kernel,
     resize_positions,
 )
-from .errors_vit_scratch import InputError
+from .loading_vit_scratch import INPUT_FIELDS, check_loaded, stored_input_fields, with_fields
 
 __all__ = ["ViTScratchForImageClassification", "ViTScratchModel", "ViTScratchPreTrainedModel"]
 
@@ -255,20 +254,20 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         Heads may be new. `image_size`, `patch_size` and `num_channels` that differ from the stored ones are applied
         after loading, by `resize_input`.
         """
-        wanted = {name: kwargs.pop(name) for name in _INPUT_FIELDS if name in kwargs}
+        wanted = {name: kwargs.pop(name) for name in INPUT_FIELDS if name in kwargs}
         config = kwargs.get("config")
         if isinstance(config, PreTrainedConfig) and pretrained_model_name_or_path is not None:
             # The Auto classes put such keyword arguments into the config before they call this method.
-            stored = _stored_input_fields(pretrained_model_name_or_path, config, kwargs)
+            stored = stored_input_fields(pretrained_model_name_or_path, config, kwargs)
             wanted = {**{name: getattr(config, name) for name in stored}, **wanted}
-            kwargs["config"] = _with_fields(config, stored)
+            kwargs["config"] = with_fields(config, stored)
         give_info = kwargs.pop("output_loading_info", False)
         loaded: Any = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
         )
         model, info = loaded
         if pretrained_model_name_or_path is not None or kwargs.get("state_dict"):
-            _check_loaded(model, info, source=pretrained_model_name_or_path)
+            check_loaded(model, info, source=pretrained_model_name_or_path)
         changed = {name: value for name, value in wanted.items() if value != getattr(model.config, name)}
         if changed:
             model.resize_input(**changed)
@@ -289,7 +288,7 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
         old = self.config
         fields = {"image_size": image_size, "patch_size": patch_size, "num_channels": num_channels}
         changes = {name: value for name, value in fields.items() if value is not None}
-        new = _with_fields(old, changes)
+        new = with_fields(old, changes)
         new.validate()
         embeddings = cast(ViTScratchEmbeddings, self.base_model.embeddings)
         patches = embeddings.patch_embeddings
@@ -356,19 +355,20 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             and not (_is_watched(self.layernorm) or _is_watched(self))  # whose output would have one token
         )
         hidden_states = self.embeddings(pixel_values)  # (B, T, D), equation 1
-        all_hidden_states, all_attentions = [hidden_states], []
+        all_hidden_states, all_attentions = [], []
         for layer in self.layers:
+            if output_hidden_states:  # else each layer's input can go as soon as the next one has read it
+                all_hidden_states.append(hidden_states)
             hidden_states, weights = layer(
                 hidden_states, output_attentions, class_token_only and layer is self.layers[-1]
             )
-            all_hidden_states.append(hidden_states)
             all_attentions.append(weights)
         sequence = self.layernorm(hidden_states)  # equation 4
         pooled = sequence[:, 0] if self.config.pooling == "class_token" else sequence.mean(dim=1)  # (B, D)
         output = BaseModelOutputWithPooling(
             last_hidden_state=sequence,
             pooler_output=pooled if self.pooler is None else self.pooler(pooled),
-            hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
+            hidden_states=(*all_hidden_states, hidden_states) if output_hidden_states else None,
             attentions=tuple(all_attentions) if output_attentions else None,
         )
         return output if _first_given(return_dict, self.config.return_dict) else output.to_tuple()
@@ -423,47 +423,6 @@ def classification_loss(logits: Tensor, labels: Tensor, problem_type: str) -> Te
     # Not torch's binary_cross_entropy_with_logits: in float32 it cancels 10 against 10.00004 for every absent class
     # (21,842 of them at a head bias of -10), and then the first loss is 11.000 instead of 10.992.
     return -(targets * F.logsigmoid(logits) + (1 - targets) * F.logsigmoid(-logits)).sum(dim=1).mean()
-
-
-_INPUT_FIELDS = ("image_size", "patch_size", "num_channels")
-_HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-
-
-def _stored_input_fields(path: Any, config: PreTrainedConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The input fields of the config stored at `path`, defaults where it has none, if that is one of our configs."""
-    hub_kwargs = {name: kwargs[name] for name in _HUB_KWARGS if name in kwargs}
-    stored, _ = PreTrainedConfig.get_config_dict(path, **hub_kwargs)
-    if stored.get("model_type") != config.model_type:
-        return {}
-    return {name: stored.get(name, getattr(type(config), name)) for name in _INPUT_FIELDS}
-
-
-def _with_fields(config: PreTrainedConfig, fields: dict[str, Any]) -> PreTrainedConfig:
-    config = copy.deepcopy(config)
-    for name, value in fields.items():
-        setattr(config, name, value)
-    return config
-
-
-def _check_loaded(model: ViTScratchPreTrainedModel, info: dict[str, Any], source: Any) -> None:
-    """Raises unless the whole encoder came from the checkpoint and nothing of the checkpoint was without a place."""
-    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
-    encoder = {prefix + name for name in model.base_model.state_dict()}
-    mismatched = {name for name, *_ in info["mismatched_keys"]}
-    new = set(info["missing_keys"]) | mismatched
-    missing = sorted(new & encoder)
-    unexpected = sorted(
-        key for key in info["unexpected_keys"] if not key.startswith(("classifier.", "pooler.", "vit.pooler."))
-    )
-    if missing or unexpected:
-        raise InputError(
-            f"{source or 'the state dict'} is not a checkpoint of this {type(model).__name__}: "
-            f"missing or of another shape {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
-        )
-    if new:
-        logger.warning("newly initialised, so train before use: %s", ", ".join(sorted(new)))
-    if info["unexpected_keys"]:
-        logger.warning("left out, since this model has no such head: %s", ", ".join(sorted(info["unexpected_keys"])))
 
 
 def _lecun_normal_(weight: Tensor) -> None:

@@ -114,6 +114,7 @@ def test_the_modeling_file_reaches_exactly_the_network():
         "configuration_vit_scratch.py",
         "embeddings_vit_scratch.py",
         "errors_vit_scratch.py",
+        "loading_vit_scratch.py",
         "modeling_vit_scratch.py",
     }
 

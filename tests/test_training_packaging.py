@@ -32,9 +32,7 @@ def installed(wheel, tmp_path_factory):
 @pytest.fixture
 def foreign_folder(tmp_path):
     (tmp_path / "training").mkdir()
-    (tmp_path / "training" / "__init__.py").write_text(
-        "raise RuntimeError('the foreign package was imported')"
-    )
+    (tmp_path / "training" / "__init__.py").write_text("raise RuntimeError('the foreign package was imported')")
     return tmp_path
 
 

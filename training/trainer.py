@@ -261,6 +261,7 @@ class ViTTrainer(Trainer):
             factors = [factor(self.lr_scheduler.last_epoch) for factor in self.lr_scheduler.lr_lambdas]
             for group, setting, factor in zip(self.optimizer.param_groups, settings, factors, strict=True):
                 group.update(setting, lr=setting["initial_lr"] * factor)
+            self.lr_scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]  # what is logged
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
