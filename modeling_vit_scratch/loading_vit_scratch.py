@@ -17,7 +17,7 @@ _HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "re
 
 
 def stored_input_fields(path: Any, config: PreTrainedConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the input fields of the config stored at `path`, defaults where it has none, if that is one of our configs."""
+    """Returns the input fields stored at `path`, defaults where there are none, if it holds one of our configs."""
     hub_kwargs = {name: kwargs[name] for name in _HUB_KWARGS if name in kwargs}
     stored, _ = PreTrainedConfig.get_config_dict(path, **hub_kwargs)
     if stored.get("model_type") != config.model_type:
