@@ -1,5 +1,6 @@
 """The model card: measured facts of a run folder, as front matter the Hub understands and as text."""
 
+import html
 import importlib.metadata
 import re
 from pathlib import Path
@@ -79,7 +80,7 @@ def _eval_results(facts: RunFacts) -> list[EvalResult]:
 def render_body(facts: RunFacts, model_name: str, source: str, base_model: str | None = None) -> str:
     """Returns the card's text, without front matter. `source` is the repository id or folder the snippets load."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=False)
-    environment.filters.update(cell=_cell, figure=_figure, sentence=_sentence)
+    environment.filters.update(cell=_cell, code=_code, figure=_figure, sentence=_sentence)
     evaluation = facts.metrics["evaluation"]
     origin = facts.data["splits"][evaluation["split"]]["origin"]
     body = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
@@ -89,6 +90,8 @@ def render_body(facts: RunFacts, model_name: str, source: str, base_model: str |
         evaluation=evaluation,
         summary=_summary(facts),
         accuracy=_accuracy(evaluation["accuracy"]),
+        # What the starting checkpoint was trained on, this run cannot know.
+        held_out="it was not trained on" if facts.start_checkpoint is None else "left out of the fine-tuning",
         split_origin="the source's own split" if origin == "given" else origin,
         measures=_measures(evaluation),
         splits=[(name, split) for name, split in facts.data["splits"].items() if split],
@@ -105,8 +108,17 @@ def render_body(facts: RunFacts, model_name: str, source: str, base_model: str |
 
 
 def _cell(value: Any) -> str:
-    """A value as the text of a table cell: class names may hold what would break the table."""
-    return " ".join(str(value).split()).replace("|", "\\|")
+    """A value as the text of a table cell: class names may hold what would break the table or vanish as a tag."""
+    return html.escape(" ".join(str(value).split()), quote=False).replace("|", "\\|")
+
+
+def _code(value: Any) -> str:
+    """A value as a code span, which shows everything as it is but backticks, fenced here by more of them."""
+    text = " ".join(str(value).split())
+    if "`" not in text:
+        return f"`{text}`"
+    fence = "`" * (1 + max(map(len, re.findall("`+", text))))
+    return f"{fence} {text} {fence}"
 
 
 def _figure(value: float | None) -> str:
@@ -158,7 +170,7 @@ def _measures(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _class_sentence(names: list[str]) -> str:
-    shown = ", ".join(f"`{_cell(name)}`" for name in names[:20])
+    shown = ", ".join(map(_code, names[:20]))
     rest = f" and {len(names) - 20} more (in `config.json`)" if len(names) > 20 else ""
     return f"{len(names)} classes: {shown}{rest}."
 
@@ -182,15 +194,15 @@ def _limits(facts: RunFacts) -> list[str]:
     weakest = min(rows, key=lambda row: row["recall"])
     smallest = min(rows, key=lambda row: row["num_samples"])
     limits = [
-        f"The weakest class is `{_cell(weakest['label'])}`: {_percent(weakest['recall'])} of its "
+        f"The weakest class is {_code(weakest['label'])}: {_percent(weakest['recall'])} of its "
         f"{weakest['num_samples']} images are recognised.",
-        f"The class with the fewest test images, `{_cell(smallest['label'])}`, has {smallest['num_samples']}: "
+        f"The class with the fewest test images, {_code(smallest['label'])}, has {smallest['num_samples']}: "
         "the rows of the class table are that uncertain.",
     ]
     if facts.metrics["evaluation"]["split"] == "validation":
         limits.append("There was no test split: choices made on the validation split flatter the figures above.")
     if unseen := [row["label"] for row in facts.metrics["evaluation"]["per_class"] if not row["num_samples"]]:
-        limits.append(f"Without a test image, so not measured: {', '.join(f'`{_cell(label)}`' for label in unseen)}.")
+        limits.append(f"Without a test image, so not measured: {', '.join(map(_code, unseen))}.")
     return limits
 
 
@@ -213,13 +225,13 @@ def _environment(facts: RunFacts) -> list[tuple[str, str]]:
 
 
 def _requirements() -> str | None:
-    """What this project declares of the two libraries a downloader needs; None where it runs uninstalled."""
+    """What this project declares of the libraries that its code files import; None where it runs uninstalled."""
     try:
         declared = importlib.metadata.requires("vit-scratch") or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    needed = [line for line in declared if re.match(r"(torch|transformers)\b(?!-)", line)]
-    return " and ".join(f"`{line}`" for line in needed) or None
+    needed = [line for line in declared if re.match(r"(torch|torchvision|transformers|pillow)\b(?!-)", line)]
+    return ", ".join(f"`{line}`" for line in needed) or None
 
 
 def check_card(text: str, folder: Path) -> None:

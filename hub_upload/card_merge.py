@@ -44,7 +44,9 @@ def merge_card(
     existing = existing.removeprefix("\ufeff").replace("\r\n", "\n")
     match = _FRONT_MATTER.match(existing)
     block, text = (match.group(1), existing[match.end() :]) if match else ("", existing)
-    changes = _changes(metadata, _parse(block), previous_metadata or {})
+    # A key without a value says nothing: it counts as absent, and gets ours.
+    theirs = {key: value for key, value in _parse(block).items() if value not in (None, "", [])}
+    changes = _changes(metadata, theirs, previous_metadata or {})
     merged = f"---\n{_edit_block(block, changes)}---\n{_place_section(text, section)}"
     return merged.replace("\n", newline)
 
@@ -70,9 +72,9 @@ def _changes(ours: dict[str, Any], theirs: dict[str, Any], previous: dict[str, A
     """Returns the new value of every key that has to change; None takes the key out."""
     changes: dict[str, Any] = {}
     for key in [*theirs, *(key for key in ours if key not in theirs)]:
-        if key == "model-index" and theirs.get(key):
+        if key == "model-index" and key in theirs:
             new = _merge_model_index(ours.get(key, []), theirs[key], previous.get(key, [])) or None
-        elif key == "tags" and theirs.get(key):
+        elif key == "tags" and key in theirs:
             new = _merge_lists(ours.get(key, []), theirs[key], previous.get(key, []))
         elif key not in theirs or key in _OURS_ALWAYS or (key in previous and theirs[key] == previous[key]):
             new = ours.get(key, theirs.get(key) if key in _OURS_ALWAYS else None)

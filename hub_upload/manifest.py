@@ -62,28 +62,31 @@ def write_manifest(folder: Path, **facts: Any) -> dict[str, Any]:
     return manifest
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest in `folder`; raises InputError where there is none or it cannot be read."""
-    path = folder / MANIFEST_NAME
+def read_manifest(folder: Path, name: str | None = None) -> dict[str, Any]:
+    """Returns the manifest in `folder`, which errors call `name`; InputError where there is none or it is broken."""
+    path, name = folder / MANIFEST_NAME, name or str(folder)
     if not path.is_file():
-        raise InputError(f"{folder}: no {MANIFEST_NAME}, so it was not published by `vit-scratch push`; push it again")
+        raise InputError(f"{name}: no {MANIFEST_NAME}, so it was not published by `vit-scratch push`; push it again")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         version, files = manifest["schema_version"], manifest["files"]
         well_formed = isinstance(files, dict) and all({"size", "sha256"} <= set(file) for file in files.values())
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path}: not a manifest ({error!r}); push the run folder again") from error
+        raise InputError(f"{name}: {MANIFEST_NAME} is no manifest ({error!r}); push the run folder again") from error
     if version != SCHEMA_VERSION or not well_formed:
         raise InputError(
-            f"{path}: schema_version {version} with these fields is not known here (known: {SCHEMA_VERSION}); "
-            "use the vit-scratch that wrote it"
+            f"{name}: {MANIFEST_NAME} of schema_version {version} with these fields is not known here (known: "
+            f"{SCHEMA_VERSION}); use the vit-scratch that wrote it"
         )
     return manifest
 
 
-def verify_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest in `folder`; raises InputError naming every file that is missing or differs from it."""
-    manifest = read_manifest(folder)
+def verify_manifest(folder: Path, name: str | None = None) -> dict[str, Any]:
+    """Returns the manifest in `folder`; raises InputError naming every file that is missing or differs from it.
+
+    `name` is what errors call the folder: that of a repository says more than where its files were pulled to.
+    """
+    manifest = read_manifest(folder, name)
     problems = []
     for path, expected in manifest["files"].items():
         file = folder / path
@@ -94,7 +97,9 @@ def verify_manifest(folder: Path) -> dict[str, Any]:
         elif _sha256(file) != expected["sha256"]:
             problems.append(f"{path} has another sha256")
     if problems:
-        raise InputError(f"{folder}: not what was published: {'; '.join(problems)}; pull it again or push it again")
+        raise InputError(
+            f"{name or folder}: not what was published: {'; '.join(problems)}; pull it again or push it again"
+        )
     return manifest
 
 

@@ -2,11 +2,14 @@
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import yaml
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from PIL import Image
 
 from modeling_vit_scratch.errors_vit_scratch import EnvironmentFault, InputError
@@ -17,7 +20,6 @@ FIGURES = ("figures/learning_curves.png", "figures/confusion_matrix.png", "figur
 SCHEMA_VERSION = 1
 ARCHITECTURE = "ViTScratchForImageClassification"
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Fields of a recipe that hold a folder or a file of the machine the run was made on.
 _PATH_FIELDS = re.compile(r"(_dir|_path|_file|_folder)$|^(config|resume_from_checkpoint)$")
 
@@ -50,7 +52,7 @@ class RunFacts:
     def possible_base_model(self) -> str | None:
         """The starting checkpoint where it can be a Hub id: it has the form of one and is no folder near the run."""
         start = self.start_checkpoint
-        if start is None or not _HUB_ID.fullmatch(start):
+        if start is None or not _can_be_hub_id(start):
             return None
         places = [Path.cwd(), *self.folder.resolve().parents]
         return None if any((place / start).exists() for place in places) else start
@@ -72,6 +74,14 @@ class RunFacts:
         return "\n".join(lines) + "\n"
 
 
+def _can_be_hub_id(value: str) -> bool:
+    try:
+        validate_repo_id(value)
+    except HFValidationError:
+        return False
+    return "/" in value
+
+
 def _is_absolute(value: str) -> bool:
     return value.startswith(("/", "~", "./", "../")) or PureWindowsPath(value).is_absolute()
 
@@ -84,14 +94,14 @@ def read_run_facts(folder: Path) -> RunFacts:
     """Returns what the run folder states; raises InputError for a missing, broken or self-contradicting file."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such run folder; give the output folder of pretrain or finetune")
-    needed = [*_READERS, "model.safetensors", *FIGURES]
-    missing = [name for name in needed if not (folder / name).is_file()]
-    if missing:
-        raise InputError(
-            f"{folder}: a run folder holds {', '.join(missing)}, this one does not; "
-            "give the output folder of a finished pretrain or finetune"
-        )
+    _refuse_missing(folder, [*_READERS, "model.safetensors"])
     contents = {field: _read(folder / name) for name, field in _READERS.items()}
+    if contents["metrics"].get("evaluation") is None:  # said before its pictures are missed
+        raise InputError(
+            f"{folder / 'metrics.json'}: the run was not evaluated, so a card has nothing to state; give it a test "
+            "split"
+        )
+    _refuse_missing(folder, FIGURES)
     for name in FIGURES:
         _check_picture(folder / name)
     facts = RunFacts(folder=folder, **contents)
@@ -100,6 +110,15 @@ def read_run_facts(folder: Path) -> RunFacts:
     _check_config(facts)
     _check_metrics(facts)
     return facts
+
+
+def _refuse_missing(folder: Path, names: Iterable[str]) -> None:
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise InputError(
+            f"{folder}: a run folder holds {', '.join(missing)}, this one does not; "
+            "give the output folder of a finished pretrain or finetune"
+        )
 
 
 _READERS = {
@@ -163,8 +182,6 @@ def _check_config(facts: RunFacts) -> None:
 def _check_metrics(facts: RunFacts) -> None:
     """Refuses figures that contradict each other: the card repeats them as facts."""
     path = facts.folder / "metrics.json"
-    if facts.metrics.get("evaluation") is None:
-        raise InputError(f"{path}: the run was not evaluated, so a card has nothing to state; give it a test split")
     try:
         evaluation = facts.metrics["evaluation"]
         accuracy, num_samples = evaluation["accuracy"], evaluation["num_samples"]

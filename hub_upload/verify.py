@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import ModelCard
 
 from modeling_vit_scratch.errors_vit_scratch import EnvironmentFault, InputError
@@ -54,12 +55,12 @@ def verify(
 
     Args:
         source: A folder, or a repository id, which is pulled into an empty cache.
-        revision: Branch, tag or commit of the repository.
+        revision: Branch, tag or commit of the repository; with it, `source` is never taken for a folder.
         evaluate: Measures the accuracy of the model in a folder, on data at hand.
         token: For a private repository; None: the one that `hf auth login` stored.
     """
     try:
-        if Path(source).is_dir():
+        if revision is None and Path(source).is_dir():
             return _verify_folder(Path(source), str(source), None, evaluate)
         if str(source).startswith((".", "/", "~")):
             raise InputError(f"{source}: no such folder; give a staging folder or the id of a repository")
@@ -77,12 +78,12 @@ def _verify_folder(
     evaluate: Callable[[Path], float] | None,
     cache: str | None = None,
 ) -> Verification:
-    manifest = verify_manifest(folder)
+    manifest = verify_manifest(folder, source)
     try:
         report = load_in_fresh_process(source if commit else folder, folder / GOLDEN_NAME, commit, cache)
     except FreshLoadError as error:
         raise InputError(f"{error}; push it again") from error
-    accuracy, num_samples = _card_accuracy(folder)
+    accuracy, num_samples = _card_accuracy(folder, source)
     measured = evaluate(folder) if evaluate else None
     # One image more or less is what rounding on another machine can turn.
     if measured is not None and abs(measured - accuracy) * num_samples > 1.001:
@@ -93,17 +94,20 @@ def _verify_folder(
     return Verification(source, commit, len(manifest["files"]), report, accuracy, measured)
 
 
-def _card_accuracy(folder: Path) -> tuple[float, int]:
+def _card_accuracy(folder: Path, source: str) -> tuple[float, int]:
     """Returns the accuracy in the card's model-index and the number of images it was measured on."""
     evaluation = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))["evaluation"]
     try:
         results = ModelCard((folder / "README.md").read_text(encoding="utf-8")).data.get("eval_results", [])
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder / 'README.md'}: no readable model card ({error}); push it again") from error
+    except FileNotFoundError as error:
+        raise InputError(f"{source}: README.md is missing; push it again") from error
+    except (ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{source}: README.md is no readable model card ({reason}); mend it there") from error
     stated = [result.metric_value for result in results if result.metric_type == "accuracy"]
     if not any(abs(value - evaluation["accuracy"]["value"]) < 1e-5 for value in stated):
         raise InputError(
-            f"{folder / 'README.md'}: model-index states the accuracies {stated}, metrics.json "
+            f"{source}: README.md states the accuracies {stated} in its model-index, metrics.json "
             f"{evaluation['accuracy']['value']:.6f}; push it again"
         )
     return evaluation["accuracy"]["value"], evaluation["num_samples"]
@@ -132,6 +136,11 @@ def load_in_fresh_process(
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         }
         done = _run(command, work, environment)
+    if done.returncode < 0:
+        raise EnvironmentFault(
+            f"{source}: the fresh process for loading was ended by signal {-done.returncode}; make room in memory and "
+            "try again"
+        )
     if done.returncode != 0:
         logger.debug("fresh process:\n%s", done.stderr)
         last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit {done.returncode}")

@@ -226,6 +226,8 @@ class ViTScratchConfig(PreTrainedConfig):
                 f"id2label must number its classes 0..{len(self.id2label) - 1}; got {list(self.id2label)}"
             )
         names = list(self.id2label.values())
+        if numbers := [str(name) for name in names if not isinstance(name, str)]:  # JSON would turn them into text
+            raise InputError(f"id2label must name its classes by text; got {', '.join(numbers)}")
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise InputError(f"id2label must name each class once; {twice} stand more than once")

@@ -25,7 +25,8 @@ class ViTScratchPatchEmbeddings(nn.Module):
 
     def __init__(self, config: ViTScratchConfig):
         super().__init__()
-        self.patch_size = config.patch_height_width
+        # Read here rather than off the projection, which an adapter may wrap.
+        self.patch_size, self.num_channels = config.patch_height_width, config.num_channels
         self.projection = nn.Conv2d(
             config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
         )
@@ -36,9 +37,9 @@ class ViTScratchPatchEmbeddings(nn.Module):
         return patches.flatten(2).transpose(1, 2)  # (B, N, D)
 
     def _check(self, pixel_values: Tensor) -> None:
-        if pixel_values.ndim != 4 or pixel_values.shape[1] != self.projection.in_channels:
+        if pixel_values.ndim != 4 or pixel_values.shape[1] != self.num_channels:
             raise InputError(
-                f"pixel_values must be (batch, {self.projection.in_channels} channels, height, width); got "
+                f"pixel_values must be (batch, {self.num_channels} channels, height, width); got "
                 f"{tuple(pixel_values.shape)}; resize_input(num_channels=...) changes the channels of a model"
             )
         (height, width), (patch_height, patch_width) = pixel_values.shape[2:], self.patch_size

@@ -309,7 +309,7 @@ class ViTScratchPreTrainedModel(PreTrainedModel):
             (patches.projection, "weight", kernel.contiguous()),
         ):
             setattr(module, name, nn.Parameter(value, requires_grad=getattr(module, name).requires_grad))
-        patches.projection.in_channels = new.num_channels
+        patches.projection.in_channels = patches.num_channels = new.num_channels
         patches.projection.kernel_size = patches.projection.stride = patches.patch_size = new.patch_height_width
         for name, size in changes.items():
             logger.warning("resized the model's input: %s %s -> %s", name, getattr(old, name), size)

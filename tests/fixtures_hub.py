@@ -1,5 +1,6 @@
 """A run folder of the test's own, and a Hub on loopback."""
 
+import importlib
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 from hub_run_folder import make_run_folder
 from hub_server import OTHER, OWNER, READER, HubServer, User
 from huggingface_hub import constants
+
+push_module, verify_module = (importlib.import_module(f"hub_upload.{name}") for name in ("push", "verify"))
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +41,17 @@ def online(hub: HubServer, monkeypatch: pytest.MonkeyPatch):
     # The client retries for half a minute; the tests don't wait.
     monkeypatch.setattr(huggingface_hub.utils._http.time, "sleep", lambda seconds: None)
     return hub
+
+
+@pytest.fixture
+def uploading(online, monkeypatch):
+    """The server, for tests whose claim is what it holds: loading in fresh processes has tests of its own."""
+    for module in (push_module, verify_module):
+        monkeypatch.setattr(module, "load_in_fresh_process", lambda *arguments: {"max_logit_difference": 0.0})
+    return online
+
+
+@pytest.fixture
+def published(uploading, run_folder):
+    """The repository after one push."""
+    return push_module.push(run_folder, "alice/digits", token=OWNER)

@@ -3,21 +3,22 @@
 import atexit
 import functools
 import io
+import itertools
 import json
 import multiprocessing
 import os
+import pkgutil
 import re
 import resource
 import shutil
+import signal
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -220,26 +221,51 @@ _PRELOADED = [
 ]
 
 
-def _command(argv: list[str], pipe: Any, file_limit: int | None, group: bool) -> None:
-    if group:
-        os.setsid()
+class At(NamedTuple):
+    """The moment of a signal: when a function is called for the nth time. `group`: the workers get it, too."""
+
+    function: str
+    call: int
+    number: int = signal.SIGKILL
+    group: bool = False
+
+    def arm(self) -> None:
+        """Makes this process signal itself at the moment."""
+        owner_name, _, name = self.function.rpartition(".")
+        owner = pkgutil.resolve_name(owner_name)
+        original, calls = getattr(owner, name), itertools.count(1)
+
+        @functools.wraps(original)
+        def signalling(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == self.call:
+                os.killpg(0, self.number) if self.group else os.kill(os.getpid(), self.number)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, signalling)
+
+
+def _command(argv: list[str], pipe: Any, file_limit: int | None, at: At | None) -> None:
+    os.setsid()  # a group of its own, as the shell gives to each command
+    multiprocessing.set_start_method(None, force=True)  # the loader's workers start as in any command
     os.dup2(pipe.fileno(), 1)
     os.dup2(pipe.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     if file_limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))
+    if at is not None:
+        at.arm()
     sys.exit(cli.main(argv))
 
 
 class Command:
-    """A running `vit-scratch` of its own. `group`: it leads a process group, as one started from a shell does."""
+    """A running `vit-scratch` of its own."""
 
-    def __init__(self, argv: list[str], *, file_limit: int | None = None, group: bool = False):
+    def __init__(self, argv: list[str], *, file_limit: int | None = None, at: At | None = None):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         reader, writer = context.Pipe(duplex=False)
         self.argv, self.said = [str(argument) for argument in argv], b""
-        self.process = context.Process(target=_command, args=(self.argv, writer, file_limit, group))
+        self.process = context.Process(target=_command, args=(self.argv, writer, file_limit, at))
         self.process.start()
         writer.close()
         self.listener = threading.Thread(target=self._listen, args=(reader,), daemon=True)
@@ -255,13 +281,6 @@ class Command:
         assert self.process.exitcode is not None, f"{self.argv} did not end: {self.text}"
         self.listener.join(10)
         return Outcome(self.process.exitcode, "", self.text)
-
-    def wait_for(self, appears: Callable[[], bool], timeout: float = 120) -> None:
-        """Returns once `appears()` is true."""
-        deadline = time.monotonic() + timeout
-        while not appears():
-            assert time.monotonic() < deadline and self.process.is_alive(), self.text
-            time.sleep(0.001)
 
     @property
     def text(self) -> str:

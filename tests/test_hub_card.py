@@ -32,6 +32,15 @@ def set_recipe(folder, **fields):
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
 
 
+def rename_first_class(folder, name):
+    rows = json.loads((folder / "metrics.json").read_text())["evaluation"]["per_class"]
+    rows[0]["label"] = name
+    names = [row["label"] for row in rows]
+    edit_json(folder / "config.json", id2label=dict(enumerate(names)), label2id={n: i for i, n in enumerate(names)})
+    edit_json(folder / "data.json", class_names=names)
+    edit_json(folder / "metrics.json", evaluation__per_class=rows)
+
+
 def test_model_index_states_the_accuracy_of_metrics_json(run_folder):
     accuracy = json.loads((run_folder / "metrics.json").read_text())["evaluation"]["accuracy"]["value"]
     results = ModelCard(card_of(run_folder)).data.eval_results
@@ -71,6 +80,24 @@ def test_a_scratch_model_is_not_called_fine_tuned_and_has_no_base(run_folder):
     card = card_of(run_folder)
     assert "base_model" not in metadata_of(card) and "fine-tuned" not in card.lower()
     assert "random initialisation" in card
+
+
+@pytest.mark.parametrize("start", ["./gone", "../gone", "-x/y", "a..b/c", "runs/pre.git", "plain"])
+def test_what_cannot_be_a_hub_id_is_no_possible_base(run_folder, start):
+    set_recipe(run_folder, verb="finetune", model_name_or_path=start)
+    assert read_run_facts(run_folder).possible_base_model is None
+
+
+def test_only_a_run_from_scratch_says_that_it_never_saw_the_test_images(run_folder):
+    assert "on 360 images it was not trained on" in card_of(run_folder)
+    set_recipe(run_folder, verb="finetune", model_name_or_path="org/base")  # may have seen any image
+    assert "on 360 images left out of the fine-tuning" in card_of(run_folder, "org/base")
+
+
+def test_the_card_names_every_library_that_the_code_files_import(run_folder):
+    # What pyproject.toml declares; a downloader's transformers asks for each of them.
+    text = card_of(run_folder)
+    assert all(f"`{name}" in text for name in ("torch>=", "torchvision>=", "transformers<", "pillow>="))
 
 
 @pytest.mark.parametrize("word", ["More information", "None", "nan ", "imagefolder", "split: train", "[[", "{{"])
@@ -123,15 +150,23 @@ def test_a_local_folder_links_no_dataset_and_keeps_its_own_name(run_folder):
 
 
 def test_a_class_name_cannot_break_the_table(run_folder):
-    evaluation = json.loads((run_folder / "metrics.json").read_text())["evaluation"]
-    names = ["a|b\nc", *(row["label"] for row in evaluation["per_class"][1:])]
-    edit_json(
-        run_folder / "config.json", id2label=dict(enumerate(names)), label2id={n: i for i, n in enumerate(names)}
-    )
-    edit_json(run_folder / "data.json", class_names=names)
-    rows = [{**row, "label": name} for row, name in zip(evaluation["per_class"], names, strict=True)]
-    edit_json(run_folder / "metrics.json", evaluation__per_class=rows)
+    rename_first_class(run_folder, "a|b\nc")
     assert "| a\\|b c | 36 |" in card_of(run_folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "in_the_table", "in_the_text"),
+    [
+        ("<unk>", "| &lt;unk&gt; |", "`<unk>`"),
+        ("a|b", "| a\\|b |", "`a|b`"),
+        ("`x` y", "| `x` y |", "`` `x` y ``"),
+        ("no", "| no |", "`no`"),
+    ],
+)
+def test_a_class_name_is_shown_as_it_is(run_folder, name, in_the_table, in_the_text):
+    rename_first_class(run_folder, name)
+    card = card_of(run_folder)
+    assert in_the_table in card and f"10 classes: {in_the_text}, `1`" in card
 
 
 # Merging
@@ -207,6 +242,14 @@ def test_cards_of_every_form_merge_into_one_with_valid_metadata(run_folder, exis
     check_card(card, run_folder)
     assert card_errors(card) == []
     assert metadata_of(card)["license"] == ("mit" if "mit" in existing else "apache-2.0")
+
+
+@pytest.mark.parametrize("empty", ["", " []", " ~"])
+@pytest.mark.parametrize("key", ["model-index", "tags", "license", "pipeline_tag"])
+def test_a_key_without_a_value_is_filled_in(run_folder, key, empty):
+    card = card_of(run_folder, existing=f"---\nlanguage: en\n{key}:{empty}\n---\ntext\n")
+    assert metadata_of(card)[key] == metadata_of(card_of(run_folder))[key]
+    assert card.count(f"\n{key}:") == 1
 
 
 def test_windows_line_ends_stay(run_folder):

@@ -214,6 +214,15 @@ def test_files_that_contradict_each_other_are_refused(run_folder, name, fields, 
         stage(run_folder, run_folder / "hub")
 
 
+def test_a_run_without_evaluation_is_told_what_it_lacks(run_folder):
+    # As training leaves it: no predictions, so no pictures of them either.
+    edit_json(run_folder / "metrics.json", evaluation=None)
+    for name in ("confusion_matrix", "attention_rollout"):
+        (run_folder / "figures" / f"{name}.png").unlink()
+    with pytest.raises(InputError, match=r"was not evaluated.*test split"):
+        stage(run_folder, run_folder / "hub")
+
+
 def test_twelve_classes_in_the_order_of_transformers_files_are_accepted(run_folder):
     names = [f"class {index}" for index in range(12)]
     id2label = {key: names[int(key)] for key in sorted(map(str, range(12)))}  # 0, 1, 10, 11, 2, ...

@@ -306,6 +306,14 @@ def test_an_adapter_gets_gradients_in_every_layer():
     assert [name for name, parameter in adapters.items() if not parameter.grad.abs().sum() > 0] == []
 
 
+def test_the_patch_projection_takes_an_adapter_too():
+    pixels = random_pixels(dtype=torch.float64)
+    fields = {"target_modules": ["projection"], "init_lora_weights": False}
+    adapted = get_peft_model(tiny_classifier(dtype=torch.float64), LoraConfig(r=2, **fields)).double()
+    before = adapted(pixels).logits
+    torch.testing.assert_close(adapted.merge_and_unload()(pixels).logits, before, rtol=0, atol=1e-10)
+
+
 def test_a_disabled_adapter_gives_the_logits_of_the_base_model():
     model, pixels = tiny_classifier(dtype=torch.float64), random_pixels(dtype=torch.float64)
     before = model(pixels).logits

@@ -178,6 +178,7 @@ def test_a_value_of_a_wrong_type_is_refused_at_assignment():
         ({"image_size": 0}, "at least 1 pixel"),
         ({"image_size": [32, 32, 3]}, r"one number or \[height, width\]"),
         ({"patch_size": []}, r"one number or \[height, width\]"),
+        ({"id2label": {0: 7, 1: 8}}, "id2label must name its classes by text; got 7, 8"),
         ({"id2label": {0: "cat", 1: "cat"}}, r"\['cat'\] stand more than once"),
         ({"id2label": {0: "cat", 2: "dog"}}, r"number its classes 0\.\.1; got \[0, 2\]"),
         ({"id2label": {1: "cat", 2: "dog"}}, r"number its classes 0\.\.1"),

@@ -31,6 +31,7 @@ def evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     arguments = recipe.evaluation
     if arguments.model_name_or_path is None:
         raise InputError("--model_name_or_path is missing: name the folder or Hub repo of the model")
+    PartialState(cpu=not torch.cuda.is_available())  # before any other: the first call says how ranks talk
     if arguments.output_dir is not None:
         _check_output_dir(Path(arguments.output_dir))
     model = load_classifier(arguments.model_name_or_path, arguments.revision)

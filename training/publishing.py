@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from modeling_vit_scratch.errors_vit_scratch import InputError
 from training.parsing import FlagParser
+
+# The rest is imported where it is used, so that --help answers at once.
 
 __all__ = ["accuracy_of"]
 
@@ -17,7 +18,8 @@ def main(argv: list[str], prog: str) -> int:
 
 
 def _push(argv: list[str], prog: str) -> int:
-    parser = FlagParser(prog=prog, description="Publish a run folder on the Hub and verify what was published.")
+    description = "Publish a run folder on the Hub and verify what was published."
+    parser = FlagParser(prog=prog, description=description, allow_abbrev=False)
     parser.add_argument("run_folder", help="what pretrain or finetune left")
     parser.add_argument("--repo_id", required=True, help="owner/name; a name alone goes to the token's owner")
     parser.add_argument("--private", action="store_true", help="create the repo as a private one")
@@ -31,11 +33,13 @@ def _push(argv: list[str], prog: str) -> int:
 
 
 def _verify(argv: list[str], prog: str) -> int:
-    parser = FlagParser(prog=prog, description="Load a published model as a stranger would and compare its answers.")
+    description = "Load a published model as a stranger would and compare its answers."
+    parser = FlagParser(prog=prog, description=description, allow_abbrev=False)
     parser.add_argument("source", help="Hub repo, or a staging folder")
     parser.add_argument("--revision", help="branch, tag or commit")
-    parser.add_argument("--dataset_name", help="evaluate again on this dataset: digits, or a Hub dataset id")
-    parser.add_argument("--data_dir", help="evaluate again on this folder")
+    data = parser.add_mutually_exclusive_group()
+    data.add_argument("--dataset_name", help="evaluate again on this dataset: digits, or a Hub dataset id")
+    data.add_argument("--data_dir", help="evaluate again on this folder")
     arguments = parser.parse_args(argv)
     from hub_upload.verify import verify
 
@@ -54,6 +58,7 @@ def accuracy_of(*, dataset_name: str | None, data_dir: str | None) -> Callable[[
     """Returns a function that measures the accuracy of a published folder on the split its data.json names."""
 
     def measure(folder: Path) -> float:
+        from modeling_vit_scratch.errors_vit_scratch import InputError
         from training import run_folder
         from training.arguments import FinetuneRecipe, PretrainRecipe
         from training.data import load_image_dataset

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import EvalLoopOutput
 
 from modeling_vit_scratch import ViTScratchImageProcessor
 from modeling_vit_scratch.errors_vit_scratch import InputError
+from modeling_vit_scratch.modeling_vit_scratch import classification_loss
 from training import checkpoints
 from training.arguments import OptimizationArguments
 from training.callbacks import Cost, StopRequests, leave_signals_to_the_main_process
@@ -85,6 +87,14 @@ class ViTTrainer(Trainer):
         loader = super().get_eval_dataloader(eval_dataset)
         getattr(loader, "base_dataloader", loader).worker_init_fn = leave_signals_to_the_main_process
         return loader
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        output = super().evaluation_loop(*args, **kwargs)
+        # Trainer's mean also counts the images that fill the last batch of a rank.
+        logits, labels = torch.as_tensor(output.predictions), torch.as_tensor(output.label_ids)
+        loss = classification_loss(logits, labels, cast(Any, self.model).config.problem_type)
+        cast(dict[str, float], output.metrics)["eval_loss"] = loss.item()
+        return output
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
