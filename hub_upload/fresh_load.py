@@ -82,8 +82,11 @@ def _check_base_model(base: Any, classifier: Any) -> None:
 
 
 def _check_labels(config: Any, num_classes: int) -> None:
-    if list(config.id2label) != list(range(num_classes)):
-        raise ValueError(f"id2label must have the int keys 0..{num_classes - 1}; got {list(config.id2label)}")
+    # In any order: transformers' files hold the keys as text, in the order 0, 1, 10, 2.
+    if odd := set(config.id2label) ^ set(range(num_classes)):
+        raise ValueError(
+            f"id2label must have the int keys 0..{num_classes - 1}; odd or missing: {sorted(odd, key=str)}"
+        )
     if config.label2id != {label: index for index, label in config.id2label.items()}:
         raise ValueError("label2id is not the inverse of id2label")
 

@@ -13,6 +13,7 @@ from hub_upload import stage as stage_module
 from hub_upload.manifest import verify_manifest
 from hub_upload.run_facts import read_run_facts
 from hub_upload.stage import stage
+from hub_upload.verify import load_in_fresh_process
 from modeling_vit_scratch.errors_vit_scratch import EnvironmentFault, InputError
 
 pytest_plugins = ["fixtures_hub"]
@@ -223,20 +224,25 @@ def test_a_run_without_evaluation_is_told_what_it_lacks(run_folder):
         stage(run_folder, run_folder / "hub")
 
 
-def test_twelve_classes_in_the_order_of_transformers_files_are_accepted(run_folder):
+@pytest.mark.e2e
+def test_twelve_classes_in_the_order_of_transformers_files_are_staged_and_load(run_folder):
     names = [f"class {index}" for index in range(12)]
     id2label = {key: names[int(key)] for key in sorted(map(str, range(12)))}  # 0, 1, 10, 11, 2, ...
     edit_json(run_folder / "config.json", id2label=id2label, label2id={n: i for i, n in enumerate(names)})
     edit_json(run_folder / "data.json", class_names=names)
     rows = [{"label": name, "num_samples": 30, "precision": 1.0, "recall": 1.0, "f1": 1.0} for name in names]
-    accuracy = {"value": 1.0, "low": 0.9, "high": 1.0, "num_correct": 360}
+    accuracy = {"value": 1.0, "low": 0.9, "high": 1.0, "confidence": 0.95, "interval": "wilson", "num_correct": 360}
     edit_json(
         run_folder / "metrics.json",
         evaluation__per_class=rows,
         evaluation__confusion_matrix=[[30 * (row == column) for column in range(12)] for row in range(12)],
         evaluation__accuracy=accuracy,
     )
+    head = {"classifier.weight": torch.randn(12, 32), "classifier.bias": torch.randn(12)}
+    edit_weights(run_folder, lambda weights: weights.update(head))
     assert read_run_facts(run_folder).class_names == names
+    folder = stage(run_folder, run_folder / "hub")
+    assert load_in_fresh_process(folder, folder / "golden.safetensors")["num_classes"] == 12
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path):
