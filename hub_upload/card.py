@@ -16,7 +16,7 @@ from modeling_vit_scratch.errors_vit_scratch import InputError
 from .card_merge import BEGIN_MARKER, END_MARKER
 from .run_facts import RunFacts
 
-__all__ = ["check_card", "front_matter", "render_body"]
+__all__ = ["DEFAULT_LICENSE", "check_card", "front_matter", "render_body"]
 
 _TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
 
@@ -36,10 +36,16 @@ _SETTINGS = (
 )
 
 
-def front_matter(facts: RunFacts, model_name: str, base_model: str | None = None) -> dict[str, Any]:
+# Of the code files beside the weights; the owner of the weights may name another.
+DEFAULT_LICENSE = "apache-2.0"
+
+
+def front_matter(
+    facts: RunFacts, model_name: str, base_model: str | None = None, license: str = DEFAULT_LICENSE
+) -> dict[str, Any]:
     """Returns the card's metadata by key, model-index included. `base_model` is a Hub id, or None."""
     return ModelCardData(
-        license="apache-2.0",
+        license=license,
         library_name="transformers",
         pipeline_tag="image-classification",
         tags=["vit_scratch", "vision-transformer", "image-classification"],

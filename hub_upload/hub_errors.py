@@ -77,7 +77,9 @@ def translate(error: Exception, repo_id: str) -> InputError | EnvironmentFault |
     if isinstance(error, json.JSONDecodeError):
         return EnvironmentFault(f"{repo_id}: the Hub answered with something that is no JSON; try again later")
     if isinstance(error, OSError) and error.strerror and not isinstance(error, HTTPError | ConnectionError):
-        return EnvironmentFault(f"{repo_id}: {error.strerror} ({error.filename}); make room on the disk and try again")
+        return EnvironmentFault(
+            f"{repo_id}: {error.strerror} ({error.filename}); make room or mend permissions, and try again"
+        )
     if isinstance(error, HTTPError | OSError | RuntimeError):  # RuntimeError is what the xet transfer raises
         reason = " ".join(str(error).split()) or type(error).__name__
         return EnvironmentFault(f"{repo_id}: the Hub could not be reached ({reason}); check the network and try again")

@@ -10,6 +10,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from modeling_vit_scratch.errors_vit_scratch import EnvironmentFault, InputError
 
+from .card import DEFAULT_LICENSE
 from .eval_results import benchmark_results
 from .golden import GOLDEN_NAME
 from .hub_errors import TOKEN_HINT, check_repo_id, hub_requests
@@ -59,6 +60,7 @@ def push(
     dry_run: bool = False,
     token: str | None = None,
     output: str | Path | None = None,
+    license: str = DEFAULT_LICENSE,
 ) -> PushResult:
     """Returns the staging folder and the verified commit.
 
@@ -69,6 +71,7 @@ def push(
         dry_run: Does everything but the requests: stages, loads in a fresh process, checks the card.
         token: A write token; None: the one of HF_TOKEN or `hf auth login`.
         output: The staging folder; None: `hub` in the run folder.
+        license: Identifier of the weights' licence, for a card that has none yet.
 
     Raises:
         InputError: Name, token, permission or run folder are at fault. The repository is as it was.
@@ -78,13 +81,15 @@ def push(
     facts = read_run_facts(Path(run_folder))
     folder = Path(output) if output else facts.folder / "hub"
     if dry_run:
-        stage(facts.folder, folder, repo_id=repo_id, base_model=facts.possible_base_model)
+        stage(facts.folder, folder, repo_id=repo_id, base_model=facts.possible_base_model, license=license)
         load_in_fresh_process(folder, folder / GOLDEN_NAME)
         return PushResult(folder, repo_id, None, None, None)
-    return _publish(facts, folder, repo_id, private, token or get_token())
+    return _publish(facts, folder, repo_id, private, license, token or get_token())
 
 
-def _publish(facts: RunFacts, folder: Path, repo_id: str, private: bool, token: str | None) -> PushResult:
+def _publish(
+    facts: RunFacts, folder: Path, repo_id: str, private: bool, license: str, token: str | None
+) -> PushResult:
     if token is None:
         raise InputError(f"{repo_id}: no token to push with; {TOKEN_HINT}")
     api = HfApi(token=token)
@@ -93,7 +98,13 @@ def _publish(facts: RunFacts, folder: Path, repo_id: str, private: bool, token: 
         base_model = _confirmed_base_model(api, facts)
         results = benchmark_results(facts, api)
     stage(
-        facts.folder, folder, repo_id=target.repo_id, base_model=base_model, eval_results=results, before=target.before
+        facts.folder,
+        folder,
+        repo_id=target.repo_id,
+        base_model=base_model,
+        eval_results=results,
+        before=target.before,
+        license=license,
     )
     load_in_fresh_process(folder, folder / GOLDEN_NAME)
     commit = _upload(api, target, folder, private)

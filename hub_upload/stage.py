@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from modeling_vit_scratch.errors_vit_scratch import EnvironmentFault, InputError
 
-from .card import check_card, front_matter, render_body
+from .card import DEFAULT_LICENSE, check_card, front_matter, render_body
 from .card_merge import merge_card
 from .eval_results import EVAL_RESULTS_FOLDER, eval_results_yaml
 from .golden import GOLDEN_NAME, write_golden
@@ -52,6 +52,7 @@ def stage(
     base_model: str | None = None,
     eval_results: list[EvalResultEntry] | None = None,
     before: PublishedBefore | None = None,
+    license: str = DEFAULT_LICENSE,
 ) -> Path:
     """Returns the staging folder `output`, written aside and renamed, so that it is whole or absent.
 
@@ -62,6 +63,7 @@ def stage(
         base_model: Hub id of the checkpoint a fine-tuning started from, where it has one.
         eval_results: Entries of the Hub's benchmarks that the run's accuracy belongs to.
         before: What the repository already holds.
+        license: Identifier of the weights' licence, for a card that has none yet.
     """
     facts, output = read_run_facts(Path(run_folder)), Path(output)
     name, source = (repo_id.split("/")[-1], repo_id) if repo_id else (facts.folder.resolve().name, output.name)
@@ -71,7 +73,7 @@ def stage(
         _write_code_and_configs(facts, aside, base_model)
         _write_golden(facts, aside)
         _write_eval_results(aside / EVAL_RESULTS_FOLDER / f"{name}.yaml", eval_results or [])
-        metadata = _write_card(facts, aside, name, source, base_model, before or PublishedBefore())
+        metadata = _write_card(facts, aside, name, source, base_model, license, before or PublishedBefore())
         write_manifest(aside, code_files=code_closure(_package_folder()), card_metadata=metadata)
         _replace(aside, output)
     except OSError as error:
@@ -166,10 +168,16 @@ def _write_eval_results(path: Path, entries: list[EvalResultEntry]) -> None:
 
 
 def _write_card(
-    facts: RunFacts, folder: Path, name: str, source: str, base_model: str | None, before: PublishedBefore
+    facts: RunFacts,
+    folder: Path,
+    name: str,
+    source: str,
+    base_model: str | None,
+    license: str,
+    before: PublishedBefore,
 ) -> dict[str, Any]:
     """Returns our front matter, having written and checked the merged card."""
-    metadata = front_matter(facts, name, base_model)
+    metadata = front_matter(facts, name, base_model, license)
     body = render_body(facts, name, source, base_model)
     card = merge_card(metadata, body, before.card, before.card_metadata)
     (folder / "README.md").write_bytes(card.encode("utf-8"))

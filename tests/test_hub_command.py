@@ -7,6 +7,7 @@ import sys
 import pytest
 from fixtures_training import call, pretrain_flags, refused
 from hub_server import OWNER, READER
+from huggingface_hub import ModelCard
 
 from hub_upload.stage import stage
 
@@ -27,6 +28,13 @@ def test_push_prints_the_commit_and_where_it_is(uploading, run_folder, log_in):
     done = call("push", run_folder, "--repo_id", REPO)
     commit = uploading.head(REPO)
     assert (done.code, done.out.split()) == (0, [commit, f"{uploading.url}/{REPO}/tree/{commit}"])
+
+
+@pytest.mark.parametrize(("flags", "license"), [([], "apache-2.0"), (["--license", "mit"], "mit")])
+def test_the_card_of_a_first_push_states_the_licence_that_was_asked_for(uploading, run_folder, log_in, flags, license):
+    log_in(OWNER)
+    assert call("push", run_folder, "--repo_id", REPO, *flags).code == 0
+    assert ModelCard((run_folder / "hub" / "README.md").read_text()).data.license == license
 
 
 @pytest.mark.parametrize(

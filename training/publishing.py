@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +24,19 @@ def _push(argv: list[str], prog: str) -> int:
     parser.add_argument("run_folder", help="what pretrain or finetune left")
     parser.add_argument("--repo_id", required=True, help="owner/name; a name alone goes to the token's owner")
     parser.add_argument("--private", action="store_true", help="create the repo as a private one")
+    parser.add_argument("--license", help="of the weights, for a card that has none yet [apache-2.0]")
     parser.add_argument("--dry_run", action="store_true", help="stage, load in a fresh process and check; no upload")
     arguments = parser.parse_args(argv)
+    from hub_upload.card import DEFAULT_LICENSE
     from hub_upload.push import push
 
-    result = push(arguments.run_folder, arguments.repo_id, private=arguments.private, dry_run=arguments.dry_run)
+    result = push(
+        arguments.run_folder,
+        arguments.repo_id,
+        private=arguments.private,
+        dry_run=arguments.dry_run,
+        license=arguments.license or DEFAULT_LICENSE,
+    )
     print(result.folder if result.commit is None else f"{result.commit}\n{result.url}")
     return 0
 
@@ -87,3 +96,9 @@ def accuracy_of(*, dataset_name: str | None, data_dir: str | None) -> Callable[[
         return evaluate_predictions(logits, images.labels, class_names, split=split)["accuracy"]["value"]
 
     return measure
+
+
+if __name__ == "__main__":
+    from training.cli import main as cli
+
+    sys.exit(cli(sys.argv[1:]))  # push ... or verify ...
