@@ -348,11 +348,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         output_attentions = _first_given(output_attentions, self.config.output_attentions)
         output_hidden_states = _first_given(output_hidden_states, self.config.output_hidden_states)
         class_token_only = (
-            pooled_only
-            and self.config.pooling == "class_token"
-            and not (output_attentions or output_hidden_states)
-            and cast(ViTScratchLayer, self.layers[-1]).is_plain()
-            and not (_is_watched(self.layernorm) or _is_watched(self))  # whose output would have one token
+            pooled_only and not (output_attentions or output_hidden_states) and self._needs_class_token_only()
         )
         hidden_states = self.embeddings(pixel_values)  # (B, T, D), equation 1
         all_hidden_states, all_attentions = [], []
@@ -372,6 +368,13 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             attentions=tuple(all_attentions) if output_attentions else None,
         )
         return output if _first_given(return_dict, self.config.return_dict) else output.to_tuple()
+
+    def _needs_class_token_only(self) -> bool:
+        return (
+            self.config.pooling == "class_token"
+            and cast(ViTScratchLayer, self.layers[-1]).is_plain()
+            and not (_is_watched(self.layernorm) or _is_watched(self))  # whose output would have one token
+        )
 
 
 class ViTScratchForImageClassification(ViTScratchPreTrainedModel):

@@ -1,8 +1,6 @@
 """`vit-scratch push` and `verify` from the outside: the exit code, the one line, and the accuracy measured anew."""
 
 import importlib
-import subprocess
-import sys
 
 import pytest
 from fixtures_training import call, pretrain_flags, refused
@@ -100,19 +98,3 @@ def test_verify_refuses_images_that_are_not_those_the_model_was_evaluated_on(dig
     importlib.import_module("hub_upload.manifest").write_manifest(folder)
     done = call("verify", folder, "--dataset_name", "digits")
     assert done.code == 2 and "its test split is not the 360 images" in done.error_line
-
-
-HELP = """
-import sys
-from training.cli import main
-try:
-    main(sys.argv[1:])
-finally:
-    print("torch" in sys.modules)
-"""
-
-
-@pytest.mark.parametrize("verb", ["push", "verify"])
-def test_help_is_shown_without_importing_torch(verb):
-    done = subprocess.run([sys.executable, "-c", HELP, verb, "--help"], capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "False"

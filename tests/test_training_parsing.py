@@ -17,6 +17,7 @@ from training.arguments import (
     PretrainRecipe,
     flat,
 )
+from training.cli import VERBS
 from training.parsing import UsageError, dump_recipe, parse_recipe, read_recipe_file, recipe_names
 
 RECIPES = {"pretrain": PretrainRecipe, "finetune": FinetuneRecipe, "evaluate": EvaluateRecipe}
@@ -291,9 +292,7 @@ print(usage.ru_utime + usage.ru_stime, heavy)
 """
 
 
-@pytest.mark.parametrize(
-    "argv", [["--help"], *([verb, "--help"] for verb in ("pretrain", "finetune", "evaluate", "predict"))]
-)
+@pytest.mark.parametrize("argv", [["--help"], *([verb, "--help"] for verb in VERBS)])
 def test_help_takes_under_half_a_second_and_imports_nothing_heavy(argv):
     done = subprocess.run([sys.executable, "-c", HELP, *argv], capture_output=True, text=True, check=True)
     cpu_seconds, _, heavy = done.stdout.splitlines()[-1].partition(" ")

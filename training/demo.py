@@ -10,17 +10,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
-
-from modeling_vit_scratch.errors_vit_scratch import EnvironmentFault
-from training import run_folder
 from training.arguments import FinetuneRecipe, PretrainRecipe
-from training.data import load_image_dataset
-from training.evaluation import accuracy_line
-from training.finetune import finetune
 from training.parsing import FlagParser, parse_recipe
-from training.pretrain import pretrain
+
+# The rest is imported where it is used, so that --help answers at once.
 
 __all__ = ["demo"]
 
@@ -39,6 +32,10 @@ def demo(output_dir: Path, *, seed: int) -> None:
     """Runs the main job into `output_dir` and prints what came out."""
     from hub_upload.stage import stage
     from hub_upload.verify import load_in_fresh_process
+    from training import run_folder
+    from training.evaluation import accuracy_line
+    from training.finetune import finetune
+    from training.pretrain import pretrain
 
     start = time.perf_counter()
     print("1/5 pretrain a small ViT on the digits 0 to 4 at 8 pixels")
@@ -66,6 +63,12 @@ def demo(output_dir: Path, *, seed: int) -> None:
 
 def _classify_test_images(recipe: FinetuneRecipe, staged: Path, folder: Path) -> None:
     """Writes test digits as PNG files and prints what the staged model says about them."""
+    import numpy as np
+    from PIL import Image
+
+    from modeling_vit_scratch.errors_vit_scratch import EnvironmentFault
+    from training.data import load_image_dataset
+
     images = load_image_dataset(recipe.data).test
     assert images is not None
     folder.mkdir()
