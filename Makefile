@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Two workers with one thread each: tiny models gain nothing from a second thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: demo check test test-all test-lowest
 
@@ -12,20 +14,20 @@ check: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not e2e and not slow and not peer and not gpu"
+	$(PYTEST) -m "not e2e and not slow and not peer and not gpu"
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not slow and not peer and not gpu"
+	$(PYTEST) -m "not slow and not peer and not gpu"
 
 test-all: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --quiet -e ".[test,check,peer]"
-	$(BIN)/python -m pytest
+	$(PYTEST)
 	$(MAKE) test-lowest
 
 # Model, image processor, push and verify on the lowest transformers that pyproject.toml allows.
 test-lowest: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --quiet --target $(VENV)/lowest "transformers==5.17.*" "huggingface_hub==1.33.*"
-	PYTHONPATH=$(VENV)/lowest $(BIN)/python -m pytest -m "not slow and not peer and not gpu" \
+	PYTHONPATH=$(VENV)/lowest $(PYTEST) -m "not slow and not peer and not gpu" \
 		tests/test_modeling_*.py tests/test_hub_*.py
 
 $(VENV)/.installed: pyproject.toml

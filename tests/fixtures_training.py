@@ -12,6 +12,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -59,7 +60,7 @@ def flags(**fields: Any) -> list[str]:
     return [part for name, values in texts.items() for part in (f"--{name}", *map(str, values))]
 
 
-def pretrain_flags(output_dir: Path, **fields: Any) -> list[str]:
+def pretrain_flags(output_dir: Path | None, **fields: Any) -> list[str]:
     """A tiny pretraining on the digits; `fields` override."""
     return ["pretrain", *flags(**{**TINY, "output_dir": output_dir, **fields})]
 
@@ -238,7 +239,11 @@ class At(NamedTuple):
         @functools.wraps(original)
         def signalling(*args: Any, **kwargs: Any) -> Any:
             if next(calls) == self.call:
-                os.killpg(0, self.number) if self.group else os.kill(os.getpid(), self.number)
+                send = f"killpg({os.getpgid(0)}, " if self.group else f"kill({os.getpid()}, "
+                # From outside, since workers know their parent's signals.
+                subprocess.run(
+                    [sys.executable, "-S", "-c", f"import os; os.{send}{int(self.number)})"], start_new_session=True
+                )
             return original(*args, **kwargs)
 
         setattr(owner, name, signalling)

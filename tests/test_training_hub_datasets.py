@@ -5,7 +5,8 @@ import sys
 
 import pytest
 from fixtures_data import COLORS, data_arguments
-from hub_server import HubServer, run_online
+from hub_client import run_online
+from hub_server import HubServer
 from PIL import Image
 
 from modeling_vit_scratch.errors_vit_scratch import EnvironmentFault, InputError

@@ -4,6 +4,8 @@ import csv
 import functools
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -58,9 +60,13 @@ def read(folder: Path, name: str) -> dict:
     return json.loads((folder / name).read_text())
 
 
-def test_these_tests_are_offline_with_an_empty_cache():
-    assert os.environ["HF_HUB_OFFLINE"] == "1"
-    assert not [path for path in Path(os.environ["HF_HOME"]).rglob("*") if path.is_file()]
+@pytest.mark.e2e
+def test_training_works_offline_and_leaves_an_empty_cache_empty(tmp_path):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    flags = ["--config", "demo_pretrain", "--num_train_epochs", "none", "--max_steps", "2"]
+    command = [sys.executable, "-m", "training.cli", "pretrain", *flags, "--output_dir", str(tmp_path / "run")]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize("run", ["pretrained", "finetuned"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import signal
 import threading
@@ -25,9 +26,20 @@ class Interrupted(RuntimeError):
 
 
 def leave_signals_to_the_main_process(worker_id: int) -> None:
-    """Keeps a loader's worker alive when a whole process group is asked to stop: the step at hand needs its images."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    """Keeps a loader's worker alive when all processes are asked to stop: the step at hand needs its images.
+
+    SIGTERM from the main process still ends it, or that would wait for its workers at exit for ever.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_obey_parent, daemon=True).start()
+
+
+def _obey_parent() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 class ProgressBar(TrainerCallback):

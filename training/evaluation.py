@@ -23,7 +23,7 @@ from training.image_tensors import EvaluationImages
 from training.metrics import evaluate_predictions
 from training.pretrained import class_names_of, load_classifier, load_processor
 
-__all__ = ["evaluate", "num_decoding_processes", "predict_logits", "probabilities_of"]
+__all__ = ["evaluate", "num_decoding_processes", "predict_logits", "probabilities_of", "stack_images"]
 
 
 def evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
@@ -86,7 +86,10 @@ def predict_logits(
     state = PartialState()
     rows = range(state.process_index, len(images), state.num_processes)
     loader = DataLoader(
-        Subset(EvaluationImages(images, processor), rows), batch_size=batch_size, num_workers=num_workers
+        Subset(EvaluationImages(images, processor), rows),
+        batch_size=batch_size,
+        num_workers=num_workers,
+        collate_fn=stack_images,
     )
     model.eval().to(state.device)
     logits = [
@@ -96,6 +99,20 @@ def predict_logits(
     own = list(zip(rows, torch.cat(logits).numpy(), strict=True)) if logits else []
     ordered = dict(gather_object(own) if state.num_processes > 1 else own)
     return np.stack([ordered[row] for row in range(len(images))])
+
+
+def stack_images(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Returns the batch (B, C, H, W) with its labels (B,)."""
+    sizes = {f"{sample['pixel_values'].shape[-2]}x{sample['pixel_values'].shape[-1]}" for sample in samples}
+    if len(sizes) > 1:
+        raise InputError(
+            f"images of {' and '.join(sorted(sizes))} pixels (height x width) are in one batch, and resize_mode none "
+            f"keeps their sizes: choose resize_mode squash, shorter or pad, or give them one size"
+        )
+    return {
+        "pixel_values": torch.stack([sample["pixel_values"] for sample in samples]),
+        "labels": torch.tensor([sample["labels"] for sample in samples]),
+    }
 
 
 def probabilities_of(logits: np.ndarray, model: ViTScratchForImageClassification) -> np.ndarray:

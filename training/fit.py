@@ -31,7 +31,13 @@ from training.arguments import (
 )
 from training.callbacks import Interrupted, ProgressBar
 from training.data import ImageDataset, LabelledImages
-from training.evaluation import accuracy_line, num_decoding_processes, predict_logits, probabilities_of
+from training.evaluation import (
+    accuracy_line,
+    num_decoding_processes,
+    predict_logits,
+    probabilities_of,
+    stack_images,
+)
 from training.image_tensors import EvaluationImages, TrainingImages
 from training.metrics import evaluate_predictions
 from training.parsing import dump_recipe, parse_recipe
@@ -256,6 +262,7 @@ def _trainer(
         train_dataset=TrainingImages(train, processor, recipe.augmentation, seed=optimization.seed),
         eval_dataset=None if dataset.validation is None else EvaluationImages(dataset.validation, processor),
         processing_class=processor,
+        data_collator=stack_images,
         compute_metrics=_validation_metrics,
     )
     trainer.remove_callback(PrinterCallback)

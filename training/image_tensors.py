@@ -82,7 +82,7 @@ class TrainingImages(Dataset):
         image = _decode(self.images, row, self.processor)
         if self.random_crop or self.random_transforms:
             draw.seed_torch(draw.transforms_seed)
-        image = self.random_crop(image) if self.random_crop else self.processor.resize(image)
+        image = self.random_crop(image) if self.random_crop else self._resize(image, row)
         if self.crop_padding:
             image = _shift(image, self.crop_padding, draw)
         if self.horizontal_flip and draw.flips:
@@ -90,6 +90,12 @@ class TrainingImages(Dataset):
         for transform in self.random_transforms:
             image = transform(image)
         return image
+
+    def _resize(self, image: torch.Tensor, row: int) -> torch.Tensor:
+        try:
+            return self.processor.resize(image)
+        except InputError as error:
+            raise InputError(f"{self.images.where(row)}: {error}") from error
 
 
 class EvaluationImages(Dataset):

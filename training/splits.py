@@ -52,7 +52,7 @@ def carve_splits(
         rest = np.setdiff1d(np.arange(len(carved["train"])), rows)
         carved[name] = carved["train"].select(rows, name=name)
         carved["train"] = carved["train"].select(rest)
-        origins[name] = "carved from train"
+        origins[name], origins["train"] = "carved from train", "given, less what was carved from it"
     return carved, origins
 
 
