@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import gc
 import io
 import itertools
 import json
@@ -33,6 +34,10 @@ from training.data import ImageDataset, LabelledImages
 from training.fit import _trainer
 from training.parsing import parse_recipe
 from training.trainer import ViTTrainer
+
+# The Trainer collects garbage at each start; two thirds of a tiny training would go into looking at the libraries.
+gc.collect()
+gc.freeze()
 
 TINY: dict[str, Any] = {
     "image_size": 8,

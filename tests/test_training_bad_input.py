@@ -427,6 +427,7 @@ def no_space_for(path: Path) -> None:
     (path.parent / f".{path.name}.incomplete").symlink_to(full_device())
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", LAST_FILES)
 def test_no_space_for_a_last_file_ends_with_3_and_can_be_resumed(tmp_path, name):
     folder = tmp_path / "run"

@@ -112,7 +112,7 @@ def test_evaluate_on_two_processes_gives_the_numbers_of_one(tmp_path):
     assert one == {key: value for key, value in read(on_one(), "metrics.json")["evaluation"].items() if key in one}
 
 
-def test_a_run_of_one_process_is_not_resumed_by_two_unless_allowed(tmp_path):
+def test_a_run_of_two_processes_is_not_resumed_by_one_unless_allowed():
     folder = on_two()[0]
     outcome = call(*training(folder), "--resume")
     assert outcome.code == 2

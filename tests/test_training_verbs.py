@@ -4,6 +4,7 @@ import csv
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,11 @@ import torch
 from fixtures_training import (
     Outcome,
     _temporary_folder,
+    assert_same_tensors,
     call,
     finetune_flags,
     flags,
+    interrupted_copy,
     pretrained,
     refused,
 )
@@ -164,6 +167,18 @@ def test_class_ids_are_numbers_in_both_directions(tmp_path, new_head):
     config = ViTScratchForImageClassification.from_pretrained(tmp_path / "run").config
     assert config.id2label == dict(enumerate("01234"))
     assert config.label2id == {name: index for index, name in enumerate("01234")}
+
+
+def test_finetuning_resumes_to_the_same_weights_without_the_model_it_started_from(tmp_path):
+    start, whole = tmp_path / "start", tmp_path / "whole"
+    shutil.copytree(pretrained(), start)
+    argv = {"start": start, "image_size": 16, "learning_rate": 1e-3}
+    assert call(*finetune_flags(output_dir=whole, **argv)).code == 0
+    shutil.rmtree(start)
+    resumed = interrupted_copy(whole, tmp_path / "resumed")
+    outcome = call(*finetune_flags(output_dir=resumed, **argv), "--resume")
+    assert outcome.code == 0, outcome.err
+    assert_same_tensors(resumed / "model.safetensors", whole / "model.safetensors")
 
 
 def test_a_kept_head_goes_on_from_what_it_knows(tmp_path):
