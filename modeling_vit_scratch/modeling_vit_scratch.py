@@ -56,8 +56,8 @@ def attention_by_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """The fastest attention for the device and dtype at hand: used when no `attn_implementation` was named.
 
-    On a CPU the backward of torch's scaled_dot_product_attention in bfloat16 is several times slower than the written
-    out form at ViT lengths (benchmarks/fast_paths.py); everywhere else torch chooses its own kernel.
+    On a CPU a bfloat16 training step at ViT lengths is faster with attention written out than with torch's
+    scaled_dot_product_attention (benchmarks/fast_paths.py); everywhere else torch chooses its own kernel.
     """
     low_precision_on_cpu = query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16)
     if low_precision_on_cpu and query.shape[2] <= MAX_TOKENS_WRITTEN_OUT:

@@ -141,12 +141,12 @@ def test_an_unknown_line_is_refused_with_number_and_suggestion(tmp_path):
 
 @pytest.mark.parametrize("flag", ["--learning_rat", "--learning-rate", "--learning_rat=3"])
 def test_an_unknown_flag_is_refused_with_suggestion(flag):
-    with pytest.raises(UsageError, match=r"has no flag --learning.*did you mean --learning_rate\?"):
+    with pytest.raises(UsageError, match=r"there is no flag --learning.*did you mean --learning_rate\?"):
         parse(flag, "1e-3")
 
 
 def test_a_flag_is_not_known_by_its_beginning():
-    with pytest.raises(UsageError, match="has no flag --learning_r"):
+    with pytest.raises(UsageError, match="there is no flag --learning_r"):
         parse("--learning_r", "1e-3")
 
 
@@ -309,6 +309,8 @@ def test_help_takes_under_half_a_second_and_imports_nothing_heavy(argv):
         (["pretrain", "stray", "--max_steps", "1"], ["stray"]),
         (["predict", "model"], ["images", "--help"]),
         (["predict", "model", "image.png", "--top_k", "0"], ["--top_k", "1 or more"]),
+        (["predict", "model", "image.png", "--top_k", "few"], ["--top_k", "'few' must be a whole number"]),
+        (["predict", "model", "image.png", "--top", "1"], ["--top"]),
         (["predict", "model", "image.png", "--batch_size", "-3"], ["--batch_size", "1 or more"]),
         (["evaluate", "--batch_size", "0"], ["batch_size=0", "1 or more"]),
         (["evaluate", "--split", "dev"], ["--split", "train|validation|test"]),

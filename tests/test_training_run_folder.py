@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import resource
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -12,9 +13,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from fixtures_training import call, pretrain_flags
 
 from modeling_vit_scratch.errors_vit_scratch import EnvironmentFault, InputError
 from training import run_folder
+from training.trainer import ViTTrainer
 
 
 def write_example_predictions(path):
@@ -252,3 +255,40 @@ def test_an_interrupted_write_leaves_no_trace(tmp_path):
         Path(incomplete).write_text("half")
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
+
+
+# --- resume without checkpoints
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def run_without_checkpoints(tmp_path):
+    folder = tmp_path / "run"
+    assert call(*pretrain_flags(folder, max_steps=2)).code == 0
+    for checkpoint in folder.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    return folder
+
+
+def test_a_finished_run_without_checkpoints_is_not_trained_anew_at_resume(run_without_checkpoints):
+    before = contents(run_without_checkpoints)
+    outcome = call(*pretrain_flags(run_without_checkpoints, max_steps=2), "--resume")
+    assert outcome.code == 2 and "has ended and its checkpoints are gone" in outcome.error_line
+    assert contents(run_without_checkpoints) == before
+
+
+def test_a_resume_that_fails_at_once_leaves_the_run_resumable(run_without_checkpoints, monkeypatch, caplog):
+    (run_without_checkpoints / "metrics.json").unlink()
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ViTTrainer, "training_step", fail)
+        assert call(*pretrain_flags(run_without_checkpoints, max_steps=2), "--resume").code == 3
+    outcome = call(*pretrain_flags(run_without_checkpoints, max_steps=2), "--resume")
+    assert outcome.code == 0, outcome.err
+    assert "holds no checkpoint: the run begins at step 0" in caplog.text

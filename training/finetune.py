@@ -38,7 +38,8 @@ def _start(
     stored_names = class_names_of(load_config(source, revision))
     if start.new_head:
         dataset = load_image_dataset(recipe.data)
-        if sorted(dataset.class_names) == sorted(stored_names):  # the checkpoint's order, for whoever compares
+        # The checkpoint's order, for whoever compares.
+        if dataset.class_names != stored_names and sorted(dataset.class_names) == sorted(stored_names):
             dataset = load_image_dataset(recipe.data, class_names=stored_names)
         set_seed(recipe.optimization.seed)
         model = with_new_head(source, revision, dataset.class_names, hidden_dropout_prob=start.hidden_dropout_prob)

@@ -86,6 +86,13 @@ def open_run(recipe: Recipe, verb: str) -> Path | None:
             raise InputError(f"--resume: {folder} holds no run; leave the flag out to begin one")
         _refuse_changes(recipe, recipe_file, verb)
         checkpoint = checkpoints.newest_checkpoint(folder)
+        if checkpoint is None and (folder / run_folder.METRICS_FILE).is_file():
+            raise InputError(
+                f"--resume: the run in {folder} has ended and its checkpoints are gone, so there is nothing to go on "
+                f"from; fine-tune from the folder, or begin another run in another --output_dir"
+            )
+        if checkpoint is None:
+            logger.warning("%s holds no checkpoint: the run begins at step 0", folder)
         _check_world_size(checkpoint, recipe, state.num_processes)
         return checkpoint
     with state.main_process_first():
@@ -169,7 +176,7 @@ def fit(
     folder = Path(str(recipe.run.output_dir))
     _check_splits(recipe, dataset)
     is_main = PartialState().is_main_process
-    with _all_or_nothing(recipe) if is_main and checkpoint is None else nullcontext():
+    with _all_or_nothing(folder) if is_main and not recipe.run.resume else nullcontext():
         trainer = _trainer(recipe, verb, model, processor, dataset)
         if checkpoint is not None:
             _check_same_data(recipe, dataset, folder)
@@ -211,12 +218,10 @@ def _check_splits(recipe: Recipe, dataset: ImageDataset) -> None:
 
 
 @contextmanager
-def _all_or_nothing(recipe: Recipe) -> Iterator[None]:
+def _all_or_nothing(folder: Path) -> Iterator[None]:
     """Makes the run folder, and takes back what is put there if the run fails before there is a checkpoint."""
-    folder = Path(str(recipe.run.output_dir))
     existed = folder.exists()
-    if not recipe.run.resume:
-        run_folder.prepare_output_dir(folder)
+    run_folder.prepare_output_dir(folder)
     try:
         yield
     except BaseException:

@@ -24,7 +24,10 @@ class UsageError(ValueError):
 
 
 class FlagParser(argparse.ArgumentParser):
-    """`argparse` whose errors are `UsageError`."""
+    """`argparse` whose errors are `UsageError`, and whose flags are written in full."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
@@ -34,7 +37,7 @@ def parse_recipe(recipe_class: type, argv: list[str], *, prog: str, description:
     """Returns the recipe that `--config FILE` and the flags describe; `recipe_class` holds the groups of fields."""
     options = _options(recipe_class)
     usage = f"{prog} [--config RECIPE] [--FIELD VALUE ...]"
-    parser = FlagParser(prog=prog, usage=usage, description=description, allow_abbrev=False)
+    parser = FlagParser(prog=prog, usage=usage, description=description)
     parser.add_argument("--config", metavar="RECIPE", help=f"a YAML file, or one of {', '.join(recipe_names())}")
     hints = _types(recipe_class)
     for group in fields(recipe_class):
@@ -204,4 +207,4 @@ def _refuse_unknown_keys(texts: dict[str, Any], options: dict[str, Field], confi
 
 def _refuse(flag: str, known: list[str], prog: str) -> NoReturn:
     close = difflib.get_close_matches(flag.split("=")[0], known, n=1)
-    raise UsageError(f"{prog} has no flag {flag}{f'; did you mean {close[0]}?' if close else ''}; see {prog} --help")
+    raise UsageError(f"there is no flag {flag}{f'; did you mean {close[0]}?' if close else ''}; see {prog} --help")

@@ -86,14 +86,16 @@ def _as_text(path: Path) -> str:
 def list_images(places: list[str]) -> list[Path]:
     """Returns the images that files and folders name, folders searched to any depth in the order of names."""
     from modeling_vit_scratch.errors_vit_scratch import InputError
-    from training.image_folders import IMAGE_SUFFIXES
+    from training.image_folders import IMAGE_SUFFIXES, UNREAD_IMAGE_SUFFIXES
 
     paths: list[Path] = []
     for place in map(Path, places):
         if place.is_dir():
-            found = sorted(
-                path for path in place.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and not path.is_dir()
-            )
+            files = sorted(path for path in place.rglob("*") if not path.is_dir() and _is_visible(path, place))
+            found = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
+            unread = [path for path in files if path.suffix.lower() in UNREAD_IMAGE_SUFFIXES]
+            if unread:
+                logger.warning("%d images in formats that are not read are left out: %s, ...", len(unread), unread[0])
             if not found:
                 raise InputError(f"{place} holds no image ({', '.join(sorted(IMAGE_SUFFIXES))})")
             paths += found
@@ -102,6 +104,10 @@ def list_images(places: list[str]) -> list[Path]:
         else:
             raise InputError(f"{place}: no such file or folder")
     return paths
+
+
+def _is_visible(path: Path, folder: Path) -> bool:
+    return not any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def main(argv: list[str], prog: str = "vit-scratch predict") -> int:
@@ -139,10 +145,9 @@ def main(argv: list[str], prog: str = "vit-scratch predict") -> int:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} must be 1 or more")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of 1 or more")
+    return int(text)
 
 
 def _check_output(path: Path) -> None:

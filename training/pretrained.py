@@ -46,6 +46,7 @@ def load_classifier(
     config = load_config(source, revision)
     if hidden_dropout_prob is not None:
         config.hidden_dropout_prob = hidden_dropout_prob
+        config.validate()
     model, info = _load(
         lambda: ViTScratchForImageClassification.from_pretrained(
             source, config=config, revision=revision, output_loading_info=True, dtype="float32"

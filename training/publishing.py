@@ -20,7 +20,7 @@ def main(argv: list[str], prog: str) -> int:
 
 def _push(argv: list[str], prog: str) -> int:
     description = "Publish a run folder on the Hub and verify what was published."
-    parser = FlagParser(prog=prog, description=description, allow_abbrev=False)
+    parser = FlagParser(prog=prog, description=description)
     parser.add_argument("run_folder", help="what pretrain or finetune left")
     parser.add_argument("--repo_id", required=True, help="owner/name; a name alone goes to the token's owner")
     parser.add_argument("--private", action="store_true", help="create the repo as a private one")
@@ -43,7 +43,7 @@ def _push(argv: list[str], prog: str) -> int:
 
 def _verify(argv: list[str], prog: str) -> int:
     description = "Load a published model as a stranger would and compare its answers."
-    parser = FlagParser(prog=prog, description=description, allow_abbrev=False)
+    parser = FlagParser(prog=prog, description=description)
     parser.add_argument("source", help="Hub repo, or a staging folder")
     parser.add_argument("--revision", help="branch, tag or commit")
     data = parser.add_mutually_exclusive_group()
