@@ -385,3 +385,9 @@ def test_a_split_of_nothing_but_broken_images_is_refused(tmp_path):
         (tmp_path / "data" / name / "0.jpg").write_text("x")
     with pytest.raises(InputError, match="train split of data holds no readable image"):
         load_folder(tmp_path / "data", on_broken_image="skip")
+
+
+@pytest.mark.parametrize("name", ["image_column", "label_column", "dataset_config_name", "dataset_revision"])
+def test_a_field_that_means_nothing_for_the_source_is_refused(name):
+    with pytest.raises(InputError, match=f"{name}='x' means nothing for digits: leave it out"):
+        load_image_dataset(data_arguments(dataset_name="digits", **{name: "x"}))

@@ -188,3 +188,12 @@ def test_deep_images_keep_their_range_through_augmentation(processor):
     images = LabelledImages.from_column("train", [deep], np.array([0]))
     pixels = training_images(images, processor, crop_padding=1, **EVERYTHING)[(0, 0)]["pixel_values"]
     assert pixels.dtype == torch.float32 and pixels.min() >= -1 and pixels.max() <= 1
+
+
+def test_another_magnitude_of_randaugment_changes_the_images(images, processor):
+    weak, strong = (
+        TrainingImages(images, processor, augmentation_arguments(**fields), seed=0)
+        for fields in ({"randaugment_num_layers": 2, "randaugment_magnitude": magnitude} for magnitude in (1, 30))
+    )
+    pairs = [(weak[0, row]["pixel_values"], strong[0, row]["pixel_values"]) for row in range(len(images))]
+    assert any(not torch.equal(first, second) for first, second in pairs)

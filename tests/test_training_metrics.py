@@ -1,6 +1,5 @@
 """Metrics against scikit-learn, scipy, torch and closed forms."""
 
-import json
 import warnings
 
 import numpy as np
@@ -120,41 +119,14 @@ def test_calibration_error_equals_the_sum_over_its_definition(predictions):
     assert metrics.expected_calibration_error(probabilities, labels) == pytest.approx(expected, abs=1e-12)
 
 
-def test_probabilities_give_what_their_logits_give(predictions, evaluation):
+def test_a_multi_label_model_is_measured_by_sigmoids(predictions):
     logits, labels = predictions
-    probabilities = torch.from_numpy(logits).softmax(dim=1).numpy()
-    again = metrics.evaluate_predictions(probabilities, labels, NAMES, are_probabilities=True)
-    assert again["confusion_matrix"] == evaluation["confusion_matrix"]
-    assert again["loss"] == pytest.approx(evaluation["loss"], abs=1e-12)
-
-
-def test_the_block_is_plain_json(evaluation):
-    assert json.loads(json.dumps(evaluation, allow_nan=False)) == evaluation
-
-
-METRICS = {
-    metrics.Top1Accuracy: lambda block: {"accuracy": block["accuracy"]["value"]},
-    metrics.Top5Accuracy: lambda block: {"top_5_accuracy": block["top_5_accuracy"]},
-    metrics.BalancedAccuracy: lambda block: {"balanced_accuracy": block["balanced_accuracy"]},
-    metrics.MacroF1: lambda block: {"macro_f1": block["macro_f1"]},
-    metrics.ConfusionMatrix: lambda block: {"confusion_matrix": block["confusion_matrix"]},
-    metrics.ExpectedCalibrationError: lambda block: {
-        "expected_calibration_error": pytest.approx(block["expected_calibration_error"], abs=1e-12)
-    },
-    metrics.PerClassScores: lambda block: {
-        "per_class": [{**row, "label": row["label"].removeprefix("class ")} for row in block["per_class"]]
-    },
-}
-
-
-@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.__name__)
-def test_evaluate_metrics_give_the_numbers_of_the_block_from_batches(metric, predictions, evaluation):
-    logits, labels = predictions
-    probabilities = torch.from_numpy(logits).softmax(dim=1).numpy()
-    accumulating = metric()
-    for rows in np.array_split(np.arange(200), 3):
-        accumulating.add_batch(predictions=probabilities[rows], references=labels[rows])
-    assert accumulating.compute() == METRICS[metric](evaluation)
+    found = metrics.evaluate_predictions(logits, labels, NAMES, problem_type="multi_label_classification")
+    targets = torch.nn.functional.one_hot(torch.from_numpy(labels), len(NAMES)).double()
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(torch.from_numpy(logits), targets, reduction="none")
+    assert found["loss"] == pytest.approx(loss.sum(dim=1).mean().item(), abs=1e-12)
+    sigmoids = torch.from_numpy(logits).sigmoid().numpy()
+    assert found["expected_calibration_error"] == metrics.expected_calibration_error(sigmoids, labels)
 
 
 def test_top_5_accuracy_of_five_classes_is_refused():
@@ -176,8 +148,3 @@ BAD_SCORES = {
 def test_scores_that_do_not_fit_are_refused(scores, labels, message):
     with pytest.raises(InputError, match=message):
         metrics.evaluate_predictions(scores, np.array(labels, dtype=int), NAMES[:3])
-
-
-def test_logits_given_as_probabilities_are_refused():
-    with pytest.raises(InputError, match="row 0 are no probabilities"):
-        metrics.evaluate_predictions(np.array([[2.0, 3.0]]), np.array([0]), NAMES[:2], are_probabilities=True)

@@ -74,7 +74,7 @@ def test_the_demo_begins_from_a_folder_with_a_foreign_training_package(installed
     assert (foreign_folder / "run" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("name", ["cli", "demo", "pretrain", "finetune", "evaluation", "prediction"])
+@pytest.mark.parametrize("name", ["cli", "demo", "pretrain", "finetune", "evaluation", "prediction", "publishing"])
 def test_every_entry_point_runs_as_a_module_and_as_a_file(installed, tmp_path, name):
     as_module = run(installed, tmp_path, "-P", "-m", f"training.{name}", "--help")
     as_file = run(installed, tmp_path, installed / "training" / f"{name}.py", "--help")

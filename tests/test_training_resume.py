@@ -127,6 +127,18 @@ def test_a_stop_request_in_the_last_step_ends_the_run_as_usual(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("moment", ["training.fit.predict_logits", "training.fit._export"])
+def test_a_stop_request_after_the_last_step_ends_with_75_and_resumes_to_the_same_bytes(tmp_path, moment, number):
+    folder = tmp_path / "run"
+    outcome = run(training(folder), at=At(moment, 1, number))
+    assert outcome.code == 75, outcome.err
+    assert f"{number.name} received; training is done" in outcome.error_line and "--resume" in outcome.error_line
+    assert resume(folder).code == 0
+    assert_ends_alike(folder)
+
+
+@pytest.mark.e2e
 def test_resuming_a_finished_run_changes_nothing_and_says_where_it_is(tmp_path):
     folder = tmp_path / "run"
     assert run(training(folder)).code == 0

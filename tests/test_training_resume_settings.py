@@ -141,3 +141,9 @@ def test_resuming_a_finished_run_changes_no_weight(tmp_path):
     assert call(*resume(folder)).code == 0
     assert_same_tensors(folder / "model.safetensors", short_run() / "model.safetensors")
     assert json.loads((folder / "metrics.json").read_text())["training"]["num_steps"] == 4
+
+
+def test_fewer_steps_than_are_done_are_refused(tmp_path):
+    folder = interrupted_copy(short_run(), tmp_path / "run", step=4)
+    line = refused(*resume(folder, max_steps=3, allow_changed="max_steps"))
+    assert "checkpoint-4 is 4 steps long already" in line and "asks for 3" in line

@@ -89,7 +89,7 @@ class DataArguments:
     label_column: str | None = _option(None, "column of a Hub dataset; inferred if there is one label column")
     classes: list[str] | None = _option(None, "keep these classes only, in this order")
     validation_fraction: float = _option(0.0, "share of the training images held out if no validation split is given")
-    test_fraction: float = _option(0.0, "share of all images held out if no test split is given")
+    test_fraction: float = _option(0.0, "share of the given training images held out if no test split is given")
     split_seed: int = _option(0, "seed of the splits; apart from `seed`, so that seeds can be compared")
     on_broken_image: Literal["raise", "skip"] = _option("raise", "what happens to files that cannot be decoded")
     dataloader_num_workers: int | None = _option(None, "processes that decode; default: one a core")

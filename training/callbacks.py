@@ -8,6 +8,8 @@ import resource
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -16,7 +18,14 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-__all__ = ["Cost", "Interrupted", "ProgressBar", "StopRequests", "leave_signals_to_the_main_process"]
+__all__ = [
+    "Cost",
+    "Interrupted",
+    "ProgressBar",
+    "StopRequests",
+    "leave_signals_to_the_main_process",
+    "ending_resumably",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +133,23 @@ class StopRequests(TrainerCallback):
         flag = torch.tensor(float(self.requested), device=args.device)
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
         return bool(flag.item())
+
+
+@contextmanager
+def ending_resumably(message: str) -> Iterator[None]:
+    """Turns SIGTERM and SIGINT inside the block into `Interrupted`; for work that starts anew at the next try."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(f"{signal.Signals(number).name} received; {message}")
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGTERM, signal.SIGINT) if in_main_thread else ()
+    previous = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class Cost(TrainerCallback, ExportableState):

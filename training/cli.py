@@ -46,6 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _set_up_logging()
         return _run(verb, rest)
+    except BrokenPipeError:  # `vit-scratch predict ... | head`: who reads has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
     except Exception as error:
         code = _exit_code(error)
         if debug or code == OUR_FAULT:

@@ -99,6 +99,7 @@ def _read_source(arguments: "DataArguments") -> SourceData:
             f"dataset_name={arguments.dataset_name!r} and data_dir={arguments.data_dir!r}: set exactly one of them."
         )
     if arguments.dataset_name == "digits":
+        _refuse_unused(arguments, "image_column", "label_column", "dataset_config_name", "dataset_revision")
         return read_digits()
     if arguments.data_dir is None and not Path(str(arguments.dataset_name)).is_dir():
         return read_hub_dataset(
@@ -116,7 +117,9 @@ def _read_folder(folder: Path, arguments: "DataArguments") -> SourceData:
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "does not exist"
         raise InputError(f"data_dir={str(folder)!r} {found}: name a folder of class folders or of idx files.")
+    _refuse_unused(arguments, "dataset_revision")
     if find_idx_files(folder):
+        _refuse_unused(arguments, "image_column", "label_column", "dataset_config_name")
         return read_idx_folder(folder)
     if is_dataset_folder(folder):
         return read_dataset_folder(
@@ -125,7 +128,15 @@ def _read_folder(folder: Path, arguments: "DataArguments") -> SourceData:
             image_column=arguments.image_column,
             label_column=arguments.label_column,
         )
+    _refuse_unused(arguments, "image_column", "label_column", "dataset_config_name")
     return read_image_folder(folder, on_broken_image=arguments.on_broken_image)
+
+
+def _refuse_unused(arguments: "DataArguments", *names: str) -> None:
+    for name in names:
+        if getattr(arguments, name) is not None:
+            source = arguments.data_dir or arguments.dataset_name
+            raise InputError(f"{name}={getattr(arguments, name)!r} means nothing for {source}: leave it out.")
 
 
 def _without_empty_splits(source: SourceData) -> SourceData:

@@ -20,10 +20,10 @@ from training import run_folder
 from training.arguments import DataArguments, EvaluateRecipe
 from training.data import LabelledImages, load_image_dataset
 from training.image_tensors import EvaluationImages
-from training.metrics import evaluate_predictions
+from training.metrics import class_probabilities, evaluate_predictions
 from training.pretrained import class_names_of, load_classifier, load_processor
 
-__all__ = ["evaluate", "num_decoding_processes", "predict_logits", "probabilities_of", "stack_images"]
+__all__ = ["evaluate", "num_decoding_processes", "predict_logits", "stack_images"]
 
 
 def evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
@@ -44,7 +44,9 @@ def evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     logits = predict_logits(
         model, processor, images, batch_size=arguments.batch_size, num_workers=num_decoding_processes(recipe.data)
     )
-    evaluation = evaluate_predictions(logits, images.labels, class_names, split=arguments.split)
+    evaluation = evaluate_predictions(
+        logits, images.labels, class_names, problem_type=model.config.problem_type, split=arguments.split
+    )
     if arguments.output_dir is not None and PartialState().is_main_process:
         folder = Path(arguments.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +55,7 @@ def evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
             folder / run_folder.PREDICTIONS_FILE,
             sample_ids=images.sample_ids,
             labels=images.labels,
-            probabilities=probabilities_of(logits, model),
+            probabilities=class_probabilities(logits, model.config.problem_type),
         )
     return evaluation
 
@@ -113,13 +115,6 @@ def stack_images(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         "pixel_values": torch.stack([sample["pixel_values"] for sample in samples]),
         "labels": torch.tensor([sample["labels"] for sample in samples]),
     }
-
-
-def probabilities_of(logits: np.ndarray, model: ViTScratchForImageClassification) -> np.ndarray:
-    """Returns probabilities (N, K): softmax, or sigmoid for a multi-label objective."""
-    scores = torch.from_numpy(logits)
-    multi_label = model.config.problem_type == "multi_label_classification"
-    return (scores.sigmoid() if multi_label else scores.softmax(dim=1)).numpy()
 
 
 def main(recipe: EvaluateRecipe) -> int:

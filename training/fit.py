@@ -29,17 +29,16 @@ from training.arguments import (
     StartArguments,
     flat,
 )
-from training.callbacks import Interrupted, ProgressBar
+from training.callbacks import Interrupted, ProgressBar, ending_resumably
 from training.data import ImageDataset, LabelledImages
 from training.evaluation import (
     accuracy_line,
     num_decoding_processes,
     predict_logits,
-    probabilities_of,
     stack_images,
 )
 from training.image_tensors import EvaluationImages, TrainingImages
-from training.metrics import evaluate_predictions
+from training.metrics import class_probabilities, evaluate_predictions
 from training.parsing import dump_recipe, parse_recipe
 from training.stream import micro_batch_size
 from training.trainer import ViTTrainer
@@ -147,6 +146,12 @@ def _check_world_size(checkpoint: Path | None, recipe: Recipe, world_size: int) 
         )
 
 
+def _check_length(recipe: Recipe, checkpoint: Path, num_samples: int) -> None:
+    done, asked = int(checkpoint.name.rpartition("-")[2]), _num_steps(recipe, num_samples)
+    if done > asked:
+        raise InputError(f"--resume: {checkpoint} is {done} steps long already, and this recipe asks for {asked}")
+
+
 def _check_same_data(recipe: Recipe, dataset: ImageDataset, folder: Path) -> None:
     stored = run_folder.read_json(folder / run_folder.DATA_FILE)["splits"]
     found = dataset.description["splits"]
@@ -180,6 +185,7 @@ def fit(
         trainer = _trainer(recipe, verb, model, processor, dataset)
         if checkpoint is not None:
             _check_same_data(recipe, dataset, folder)
+            _check_length(recipe, checkpoint, len(trainer.train_dataset))
         if is_main:
             _open_folder(recipe, verb, dataset, checkpoint)
         trainer.fit(None if checkpoint is None else str(checkpoint))
@@ -189,21 +195,38 @@ def fit(
             f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}, as asked; the same command "
             f"with --resume goes on from there"
         )
-    model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
-    evaluation = _evaluate(model, processor, dataset, folder)
-    if is_main:
-        _export(model, processor, folder)
-        run_folder.write_json(folder / run_folder.TRAINER_STATE_FILE, asdict(trainer.state))
-        curves = folder / run_folder.FIGURES_FOLDER / "learning_curves.png"
-        figures.draw_learning_curves(trainer.state.log_history, curves, title=verb)
-        run_folder.write_json(folder / run_folder.ENVIRONMENT_FILE, run_folder.describe_environment())
-        metrics = {"evaluation": evaluation, "training": trainer.training_figures()}
-        run_folder.write_json(folder / run_folder.METRICS_FILE, metrics)
-        if evaluation is not None:
-            print(accuracy_line(evaluation))
-        print(folder)
+    with ending_resumably("training is done; the same command with --resume evaluates and exports"):
+        _finish(recipe, verb, trainer, processor, dataset, folder)
     trainer.end()
     return folder
+
+
+def _finish(
+    recipe: Recipe,
+    verb: str,
+    trainer: ViTTrainer,
+    processor: ViTScratchImageProcessor,
+    dataset: ImageDataset,
+    folder: Path,
+) -> None:
+    """Evaluates and exports the trained model, and puts what is known of the run beside it."""
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
+    evaluation = _evaluate(model, processor, dataset, folder, num_workers=num_decoding_processes(recipe.data))
+    if not PartialState().is_main_process:
+        return
+    _export(model, processor, folder)
+    state = asdict(trainer.state)
+    if state["best_model_checkpoint"] is not None:
+        state["best_model_checkpoint"] = Path(state["best_model_checkpoint"]).name
+    run_folder.write_json(folder / run_folder.TRAINER_STATE_FILE, state)
+    curves = folder / run_folder.FIGURES_FOLDER / "learning_curves.png"
+    figures.draw_learning_curves(trainer.state.log_history, curves, title=verb)
+    run_folder.write_json(folder / run_folder.ENVIRONMENT_FILE, run_folder.describe_environment())
+    metrics = {"evaluation": evaluation, "training": trainer.training_figures()}
+    run_folder.write_json(folder / run_folder.METRICS_FILE, metrics)
+    if evaluation is not None:
+        print(accuracy_line(evaluation))
+    print(folder)
 
 
 def _check_splits(recipe: Recipe, dataset: ImageDataset) -> None:
@@ -275,13 +298,23 @@ def _trainer(
     return trainer
 
 
+def _num_steps(recipe: Recipe, num_samples: int) -> int:
+    optimization = recipe.optimization
+    if optimization.max_steps is not None:
+        return optimization.max_steps
+    num_epochs = cast(float, optimization.num_train_epochs)  # one of the two is given
+    return math.ceil(num_epochs * num_samples / optimization.global_batch_size)
+
+
 def _training_arguments(recipe: Recipe, *, num_samples: int) -> TrainingArguments:
     optimization, run = recipe.optimization, recipe.run
-    if optimization.max_steps is not None:
-        max_steps = optimization.max_steps
-    else:
-        num_epochs = cast(float, optimization.num_train_epochs)  # one of the two is given
-        max_steps = math.ceil(num_epochs * num_samples / optimization.global_batch_size)
+    max_steps = _num_steps(recipe, num_samples)
+    if optimization.warmup_steps >= max_steps:
+        logger.warning(
+            "warmup_steps=%d: the learning rate never reaches its peak in %d steps",
+            optimization.warmup_steps,
+            max_steps,
+        )
     world_size = PartialState().num_processes
     micro_batch = micro_batch_size(optimization.global_batch_size, world_size, optimization.per_device_batch_size)
     return TrainingArguments(
@@ -323,17 +356,25 @@ def _evaluate(
     processor: ViTScratchImageProcessor,
     dataset: ImageDataset,
     folder: Path,
+    *,
+    num_workers: int,
 ) -> dict[str, Any] | None:
     """The "evaluation" block of metrics.json; predictions and pictures go to the run folder."""
     images = dataset.test if dataset.test is not None else dataset.validation
     if images is None:
         logger.warning("no test split and no validation split: the model is not evaluated")
         return None
-    logits = predict_logits(model, processor, images, batch_size=64)
+    logits = predict_logits(model, processor, images, batch_size=64, num_workers=num_workers)
     if not PartialState().is_main_process:
         return None
-    probabilities = probabilities_of(logits, model)
-    evaluation = evaluate_predictions(logits, images.labels, dataset.class_names, split=images.name)
+    probabilities = class_probabilities(logits, model.config.problem_type)
+    evaluation = evaluate_predictions(
+        logits,
+        images.labels,
+        dataset.class_names,
+        problem_type=model.config.problem_type,
+        split=images.name,
+    )
     run_folder.write_predictions(
         folder / run_folder.PREDICTIONS_FILE,
         sample_ids=images.sample_ids,

@@ -12,6 +12,7 @@ from typing import Any
 import datasets
 import evaluate
 import numpy as np
+import torch
 from sklearn.metrics import (
     accuracy_score,
     confusion_matrix,
@@ -22,6 +23,7 @@ from sklearn.metrics import (
 )
 
 from modeling_vit_scratch.errors_vit_scratch import InputError
+from modeling_vit_scratch.modeling_vit_scratch import classification_loss
 
 __all__ = [
     "BalancedAccuracy",
@@ -31,6 +33,7 @@ __all__ = [
     "PerClassScores",
     "Top1Accuracy",
     "Top5Accuracy",
+    "class_probabilities",
     "evaluate_predictions",
     "expected_calibration_error",
     "wilson_interval",
@@ -43,30 +46,31 @@ CONFIDENCE = 0.95
 
 
 def evaluate_predictions(
-    scores: np.ndarray,
+    logits: np.ndarray,
     labels: np.ndarray,
     class_names: list[str],
     *,
-    are_probabilities: bool = False,
+    problem_type: str = "single_label_classification",
     split: str = "test",
 ) -> dict[str, Any]:
     """The "evaluation" block of metrics.json.
 
     Args:
-        scores: (N, K), logits unless `are_probabilities`.
+        logits: (N, K).
         labels: (N,), class indices.
+        problem_type: the objective of the model's config, which says what loss and probabilities are.
         split: the name of the split the samples are from.
 
     Raises:
         InputError: shapes, labels or values do not fit.
     """
-    log_probabilities = _log_probabilities(scores, labels, class_names, are_probabilities=are_probabilities)
-    labels = np.asarray(labels, dtype=np.int64)
-    probabilities = np.exp(log_probabilities)
+    logits, labels = _checked(logits, labels, class_names)
+    probabilities = class_probabilities(logits, problem_type)
+    loss = classification_loss(torch.from_numpy(logits), torch.from_numpy(labels), problem_type)
     return {
         "split": split,
         "num_samples": len(labels),
-        "loss": float(-log_probabilities[np.arange(len(labels)), labels].mean()),
+        "loss": loss.item(),
         "accuracy": _accuracy_with_interval(probabilities, labels),
         "top_5_accuracy": _top_5_accuracy(probabilities, labels) if len(class_names) > 5 else None,
         "balanced_accuracy": _balanced_accuracy(probabilities, labels),
@@ -100,26 +104,26 @@ def expected_calibration_error(probabilities: np.ndarray, labels: np.ndarray) ->
     return float(np.abs(gaps).sum() / len(labels))
 
 
-def _log_probabilities(
-    scores: np.ndarray, labels: np.ndarray, class_names: list[str], *, are_probabilities: bool
-) -> np.ndarray:
-    """(N, K) in float64, after the checks; a probability of 0 counts as float64's smallest."""
-    scores, labels = np.asarray(scores, dtype=np.float64), np.asarray(labels)
-    if scores.ndim != 2 or scores.shape != (len(labels), len(class_names)) or not len(labels):
+def class_probabilities(logits: np.ndarray, problem_type: str) -> np.ndarray:
+    """Returns probabilities (N, K) of logits: softmax, or one sigmoid a class."""
+    scores = torch.from_numpy(logits)
+    multi_label = problem_type == "multi_label_classification"
+    return (scores.sigmoid() if multi_label else scores.softmax(dim=1)).numpy()
+
+
+def _checked(logits: np.ndarray, labels: np.ndarray, class_names: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns logits (N, K) in float64 and labels (N,) in int64, once they fit each other."""
+    logits, labels = np.asarray(logits, dtype=np.float64), np.asarray(labels, dtype=np.int64)
+    if logits.ndim != 2 or logits.shape != (len(labels), len(class_names)) or not len(labels):
         raise InputError(
-            f"scores of shape {scores.shape} do not fit {len(labels)} labels and {len(class_names)} classes: both "
+            f"logits of shape {logits.shape} do not fit {len(labels)} labels and {len(class_names)} classes: both "
             f"must be of the same, non-empty split."
         )
     for row in np.flatnonzero((labels < 0) | (labels >= len(class_names))):
         raise InputError(f"label {labels[row]} at row {row} is outside 0..{len(class_names) - 1}.")
-    for row in np.flatnonzero(~np.isfinite(scores).all(axis=1)):
-        raise InputError(f"scores of row {row} hold NaN or infinity: the model's weights or its input are broken.")
-    if not are_probabilities:
-        shifted = scores - scores.max(axis=1, keepdims=True)
-        return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    for row in np.flatnonzero((scores.min(axis=1) < 0) | (np.abs(scores.sum(axis=1) - 1) > 1e-3)):
-        raise InputError(f"scores of row {row} are no probabilities: they must be at least 0 and sum to 1.")
-    return np.log(np.maximum(scores, np.finfo(np.float64).tiny))
+    for row in np.flatnonzero(~np.isfinite(logits).all(axis=1)):
+        raise InputError(f"logits of row {row} hold NaN or infinity: the model's weights or its input are broken.")
+    return logits, labels
 
 
 def _accuracy_with_interval(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, Any]:

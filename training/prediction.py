@@ -40,7 +40,7 @@ def predict(
     import torch
     from tqdm.auto import tqdm
 
-    from training.evaluation import probabilities_of
+    from training.metrics import class_probabilities
     from training.pretrained import class_names_of, load_classifier, load_processor
 
     paths = list_images(images)
@@ -56,7 +56,9 @@ def predict(
                 batch_paths, pixel_values = zip(*group, strict=True)
                 with torch.inference_mode():
                     logits = model(pixel_values=torch.stack(pixel_values).to(device)).logits.float().cpu()
-                for path, scores in zip(batch_paths, probabilities_of(logits.numpy(), model), strict=True):
+                for path, scores in zip(
+                    batch_paths, class_probabilities(logits.numpy(), model.config.problem_type), strict=True
+                ):
                     likeliest = scores.argsort()[::-1][:top_k]
                     predictions = [{"label": names[index], "score": float(scores[index])} for index in likeliest]
                     yield {"image": _as_text(path), "predictions": predictions}

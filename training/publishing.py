@@ -71,7 +71,7 @@ def accuracy_of(*, dataset_name: str | None, data_dir: str | None) -> Callable[[
         from training import run_folder
         from training.arguments import FinetuneRecipe, PretrainRecipe
         from training.data import load_image_dataset
-        from training.evaluation import predict_logits
+        from training.evaluation import num_decoding_processes, predict_logits
         from training.metrics import evaluate_predictions
         from training.parsing import parse_recipe, read_recipe_file
         from training.pretrained import class_names_of, load_classifier, load_processor
@@ -92,8 +92,8 @@ def accuracy_of(*, dataset_name: str | None, data_dir: str | None) -> Callable[[
                 f"{data_dir or dataset_name}: its {split} split is not the {stored['num_samples']} images the model "
                 f"was evaluated on (sha256 {stored['sha256'][:12]} in data.json)"
             )
-        logits = predict_logits(model, processor, images, batch_size=64)
-        return evaluate_predictions(logits, images.labels, class_names, split=split)["accuracy"]["value"]
+        logits = predict_logits(model, processor, images, batch_size=64, num_workers=num_decoding_processes(data))
+        return evaluate_predictions(logits, images.labels, class_names)["accuracy"]["value"]
 
     return measure
 
