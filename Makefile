@@ -24,11 +24,11 @@ test-all: $(VENV)/.installed-test
 	$(PYTEST)
 	$(MAKE) test-lowest
 
-# Model, image processor, push and verify on the lowest transformers that pyproject.toml allows.
+# Model, image processor, push, verify and the verbs on the lowest transformers that pyproject.toml allows.
 test-lowest: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --quiet --target $(VENV)/lowest "transformers==5.17.*" "huggingface_hub==1.33.*"
 	PYTHONPATH=$(VENV)/lowest $(PYTEST) -m "not slow and not peer and not gpu" \
-		tests/test_modeling_*.py tests/test_hub_*.py
+		tests/test_modeling_*.py tests/test_hub_*.py tests/test_training_trainer.py tests/test_training_verbs.py
 
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

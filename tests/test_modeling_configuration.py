@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 import torch
 from fixtures_modeling import random_pixels, tiny_config
-from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
+from huggingface_hub.errors import (
+    StrictDataclassClassValidationError,
+    StrictDataclassError,
+    StrictDataclassFieldValidationError,
+)
 
 from modeling_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchModel
 from modeling_vit_scratch.configuration_vit_scratch import VARIANTS
@@ -178,7 +182,6 @@ def test_a_value_of_a_wrong_type_is_refused_at_assignment():
         ({"image_size": 0}, "at least 1 pixel"),
         ({"image_size": [32, 32, 3]}, r"one number or \[height, width\]"),
         ({"patch_size": []}, r"one number or \[height, width\]"),
-        ({"id2label": {0: 7, 1: 8}}, "id2label must name its classes by text; got 7, 8"),
         ({"id2label": {0: "cat", 1: "cat"}}, r"\['cat'\] stand more than once"),
         ({"id2label": {0: "cat", 2: "dog"}}, r"number its classes 0\.\.1; got \[0, 2\]"),
         ({"id2label": {1: "cat", 2: "dog"}}, r"number its classes 0\.\.1"),
@@ -406,3 +409,9 @@ def test_two_values_of_a_field_give_two_behaviours(field):
     assert with_one != with_other
     assert seen_with_one is None or with_one == seen_with_one
     assert seen_with_other is None or with_other == seen_with_other
+
+
+def test_classes_named_by_numbers_are_refused():
+    # By the type of the field, or by our own check, as transformers declares the field in this version.
+    with pytest.raises(StrictDataclassError, match="id2label"):
+        tiny_config(id2label={0: 7, 1: 8})

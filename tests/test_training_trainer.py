@@ -259,6 +259,12 @@ def test_recomputed_activations_give_the_same_bits(tmp_path):
     assert_equal(recomputed[0], plain[0])
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_activations_are_recomputed_where_that_is_asked_for(tmp_path, asked):
+    model = tiny_trainer(tmp_path, activation_checkpointing=asked).model
+    assert model.vit.layers[0].gradient_checkpointing is asked
+
+
 def test_bfloat16_keeps_weights_in_float32_and_the_loss_near(tmp_path):
     plain, plain_log = trained(tmp_path / "plain")
     rounded, rounded_log = trained(tmp_path / "bf16", bf16=True)

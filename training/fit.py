@@ -190,14 +190,14 @@ def fit(
             _open_folder(recipe, verb, dataset, checkpoint)
         trainer.fit(None if checkpoint is None else str(checkpoint))
     if trainer.stop_requests.stopped:
-        trainer.end()
+        trainer.accelerator.end_training()
         raise Interrupted(
             f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}, as asked; the same command "
             f"with --resume goes on from there"
         )
     with ending_resumably("training is done; the same command with --resume evaluates and exports"):
         _finish(recipe, verb, trainer, processor, dataset, folder)
-    trainer.end()
+    trainer.accelerator.end_training()
     return folder
 
 
@@ -283,6 +283,9 @@ def _trainer(
     dataset: ImageDataset,
 ) -> ViTTrainer:
     optimization, train = recipe.optimization, cast(LabelledImages, dataset.train)
+    if optimization.activation_checkpointing:
+        # By the method: it was renamed within transformers 5, and the field of TrainingArguments with it.
+        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     trainer = ViTTrainer(
         model=model,
         args=_training_arguments(recipe, num_samples=len(train)),
@@ -326,7 +329,6 @@ def _training_arguments(recipe: Recipe, *, num_samples: int) -> TrainingArgument
         learning_rate=optimization.learning_rate,
         max_grad_norm=optimization.max_grad_norm or 0.0,
         bf16=optimization.bf16,
-        activation_checkpointing=optimization.activation_checkpointing,
         seed=optimization.seed,
         logging_steps=run.logging_steps,
         logging_nan_inf_filter=False,  # it hides what the update gate must see, and waits for the device twice a step
