@@ -39,6 +39,10 @@ class ImageDataset:
     test: LabelledImages | None
     description: dict[str, Any]
 
+    def split(self, name: str) -> LabelledImages | None:
+        """The split called train, validation or test, or None where the dataset has none."""
+        return {"train": self.train, "validation": self.validation, "test": self.test}[name]
+
 
 def load_image_dataset(arguments: "DataArguments", *, class_names: list[str] | None = None) -> ImageDataset:
     """The dataset that the arguments name, split and checked.

@@ -38,7 +38,7 @@ def evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     processor = load_processor(arguments.model_name_or_path, arguments.revision)
     class_names = class_names_of(model.config)
     dataset = load_image_dataset(recipe.data, class_names=class_names)
-    images = {"train": dataset.train, "validation": dataset.validation, "test": dataset.test}[arguments.split]
+    images = dataset.split(arguments.split)
     if images is None:
         raise InputError(f"--split {arguments.split}: the dataset has none; --{arguments.split}_fraction carves one")
     logits = predict_logits(

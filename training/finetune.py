@@ -11,7 +11,7 @@ from modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchIma
 from modeling_vit_scratch.errors_vit_scratch import InputError
 from training.arguments import FinetuneRecipe
 from training.data import ImageDataset, load_image_dataset
-from training.fit import fit, given, open_run
+from training.fit import fit, given, open_run, reopen
 from training.pretrained import class_names_of, load_classifier, load_config, load_processor, with_new_head
 
 __all__ = ["finetune"]
@@ -25,8 +25,7 @@ def finetune(recipe: FinetuneRecipe) -> Path:
     if checkpoint is None:
         dataset, model, processor = _start(recipe)
     else:
-        dataset = load_image_dataset(recipe.data, class_names=class_names_of(load_config(str(checkpoint))))
-        model, processor = load_classifier(str(checkpoint)), load_processor(str(checkpoint))
+        dataset, model, processor = reopen(recipe, checkpoint)
     return fit(recipe, verb="finetune", model=model, processor=processor, dataset=dataset, checkpoint=checkpoint)
 
 

@@ -30,7 +30,7 @@ from training.arguments import (
     flat,
 )
 from training.callbacks import Interrupted, ProgressBar, ending_resumably
-from training.data import ImageDataset, LabelledImages
+from training.data import ImageDataset, LabelledImages, load_image_dataset
 from training.evaluation import (
     accuracy_line,
     num_decoding_processes,
@@ -40,10 +40,11 @@ from training.evaluation import (
 from training.image_tensors import EvaluationImages, TrainingImages
 from training.metrics import class_probabilities, evaluate_predictions
 from training.parsing import dump_recipe, parse_recipe
+from training.pretrained import class_names_of, load_classifier, load_processor
 from training.stream import micro_batch_size
 from training.trainer import ViTTrainer
 
-__all__ = ["fit", "given", "open_run"]
+__all__ = ["fit", "given", "open_run", "reopen"]
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,14 @@ def open_run(recipe: Recipe, verb: str) -> Path | None:
         if state.is_main_process:
             run_folder.check_output_dir(folder)
     return None
+
+
+def reopen(
+    recipe: Recipe, checkpoint: Path
+) -> tuple[ImageDataset, ViTScratchForImageClassification, ViTScratchImageProcessor]:
+    """Returns data, model and processor of the run that is resumed; what it started from is not needed any more."""
+    model, processor = load_classifier(str(checkpoint)), load_processor(str(checkpoint))
+    return load_image_dataset(recipe.data, class_names=class_names_of(model.config)), model, processor
 
 
 def _changes(recipe: Recipe, recipe_file: Path, verb: str) -> dict[str, str]:

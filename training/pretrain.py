@@ -11,8 +11,7 @@ from transformers import set_seed
 from modeling_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchImageProcessor
 from training.arguments import NetworkArguments, PretrainRecipe
 from training.data import load_image_dataset
-from training.fit import fit, given, open_run
-from training.pretrained import class_names_of, load_classifier, load_config, load_processor
+from training.fit import fit, given, open_run, reopen
 
 __all__ = ["pretrain"]
 
@@ -27,8 +26,7 @@ def pretrain(recipe: PretrainRecipe) -> Path:
         model = ViTScratchForImageClassification(config)
         processor = ViTScratchImageProcessor.from_config(config, **given(recipe.pixels))
     else:
-        dataset = load_image_dataset(recipe.data, class_names=class_names_of(load_config(str(checkpoint))))
-        model, processor = load_classifier(str(checkpoint)), load_processor(str(checkpoint))
+        dataset, model, processor = reopen(recipe, checkpoint)
     return fit(recipe, verb="pretrain", model=model, processor=processor, dataset=dataset, checkpoint=checkpoint)
 
 

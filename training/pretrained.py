@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar, cast
@@ -68,7 +67,7 @@ def with_new_head(
 ) -> ViTScratchForImageClassification:
     """Returns the stored encoder under a zero-initialised linear head, without pre-logits layer (section 3.2)."""
     encoder = _load(lambda: ViTScratchModel.from_pretrained(source, revision=revision, dtype="float32"), source)
-    config = copy.deepcopy(load_config(source, revision))
+    config = load_config(source, revision)
     config.representation_size = None
     config.head_bias_init = 0.0
     config.problem_type = "single_label_classification"

@@ -86,7 +86,7 @@ def accuracy_of(*, dataset_name: str | None, data_dir: str | None) -> Callable[[
         dataset = load_image_dataset(data, class_names=class_names)
         split = run_folder.read_json(folder / run_folder.METRICS_FILE)["evaluation"]["split"]
         stored = run_folder.read_json(folder / run_folder.DATA_FILE)["splits"][split]
-        images = {"train": dataset.train, "validation": dataset.validation, "test": dataset.test}[split]
+        images = dataset.split(split)
         if images is None or images.fingerprint != stored["sha256"]:
             raise InputError(
                 f"{data_dir or dataset_name}: its {split} split is not the {stored['num_samples']} images the model "

@@ -45,9 +45,8 @@ class ViTTrainer(Trainer):
 
     def __init__(self, *, optimization: OptimizationArguments, **kwargs: Any):
         super().__init__(**kwargs)
-        vars(cast(PreTrainedModel, self.model).config).pop(
-            "use_cache", None
-        )  # Trainer's gift to every model, and no field of a ViT
+        # Trainer gives every model this field, which is none of a ViT and would be saved with it.
+        vars(cast(PreTrainedModel, self.model).config).pop("use_cache", None)
         self.optimization = optimization
         self.stop_requests, self.cost = StopRequests(), Cost()
         self.add_callback(self.stop_requests)
@@ -79,7 +78,7 @@ class ViTTrainer(Trainer):
             pin_memory=args.device.type == "cuda",
             persistent_workers=args.dataloader_num_workers > 0,
             worker_init_fn=leave_signals_to_the_main_process,
-            # Else the loader draws its seed from the global generator, and a resumed run has other dropout masks.
+            # Its own, so that loading never moves the generator of the dropout masks.
             generator=torch.Generator().manual_seed(args.seed),
         )
 
