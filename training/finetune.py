@@ -11,8 +11,9 @@ from modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchIma
 from modeling_vit_scratch.errors_vit_scratch import InputError
 from training.arguments import FinetuneRecipe
 from training.data import ImageDataset, load_image_dataset
-from training.fit import fit, given, open_run, reopen
+from training.fit import fit, given
 from training.pretrained import class_names_of, load_classifier, load_config, load_processor, with_new_head
+from training.resume import open_run, reopen
 
 __all__ = ["finetune"]
 

@@ -11,7 +11,8 @@ from transformers import set_seed
 from modeling_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchImageProcessor
 from training.arguments import NetworkArguments, PretrainRecipe
 from training.data import load_image_dataset
-from training.fit import fit, given, open_run, reopen
+from training.fit import fit, given
+from training.resume import open_run, reopen
 
 __all__ = ["pretrain"]
 
