@@ -4,7 +4,8 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelFor
 
 from .configuration_vit_scratch import ViTScratchConfig
 from .image_processing_vit_scratch import ViTScratchImageProcessor
-from .modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel, ViTScratchPreTrainedModel
+from .modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel
+from .pretrained_vit_scratch import ViTScratchPreTrainedModel
 
 __all__ = [
     "ViTScratchConfig",

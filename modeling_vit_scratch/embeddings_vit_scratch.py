@@ -4,37 +4,58 @@ B images, C channels, H x W pixels, N patches on a grid of rows x columns, T tok
 D hidden_size.
 """
 
+from collections.abc import Callable
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import initialization as init
 
 from .configuration_vit_scratch import ViTScratchConfig
 from .errors_vit_scratch import InputError
+from .initialization_vit_scratch import ViTScratchModule, lecun_normal_, replace_parameter
+from .positions_vit_scratch import TokenPlaces, ViTScratchPositionEmbeddings
+from .resnet_stem_vit_scratch import ViTScratchResNetStem
 
-__all__ = [
-    "ViTScratchEmbeddings",
-    "ViTScratchPatchEmbeddings",
-    "resize_channels",
-    "resize_patch_kernel",
-    "resize_positions",
-]
+__all__ = ["ViTScratchEmbeddings", "ViTScratchPatchEmbeddings", "resize_channels", "resize_patch_kernel"]
 
 
-class ViTScratchPatchEmbeddings(nn.Module):
-    """Linear projection of the flattened patches, as a convolution whose stride is its kernel."""
+class ViTScratchPatchEmbeddings(ViTScratchModule):
+    """Linear projection of the flattened patches, as a convolution whose stride is its kernel.
+
+    The patches are those of the image, or in a hybrid those of a ResNet's feature map (paper section 3.1).
+    """
 
     def __init__(self, config: ViTScratchConfig):
         super().__init__()
         # Read here rather than off the projection, which an adapter may wrap.
         self.patch_size, self.num_channels = config.patch_height_width, config.num_channels
-        self.projection = nn.Conv2d(
-            config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
-        )
+        self.stem = ViTScratchResNetStem(config) if config.stem_depths is not None else None
+        kernel_size = _kernel_size(config)
+        in_channels = config.num_channels if self.stem is None else self.stem.out_channels
+        self.projection = nn.Conv2d(in_channels, config.hidden_size, kernel_size=kernel_size, stride=kernel_size)
+
+    def initialize(self) -> None:
+        lecun_normal_(self.projection.weight)
+        init.zeros_(cast(Tensor, self.projection.bias))
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         self._check(pixel_values)
-        patches = self.projection(pixel_values.to(self.projection.weight.dtype))  # (B, D, rows, columns)
-        return patches.flatten(2).transpose(1, 2)  # (B, N, D)
+        pixel_values = pixel_values.to(self.projection.weight.dtype)
+        if self.stem is not None:  # hybrids
+            pixel_values = self.stem(pixel_values)
+        return self.projection(pixel_values).flatten(2).transpose(1, 2)  # (B, N, D)
+
+    def resize(self, old: ViTScratchConfig, new: ViTScratchConfig) -> None:
+        kernel_size, first = _kernel_size(new), self.projection if self.stem is None else self.stem.root.conv
+        if new.patch_height_width != old.patch_height_width:
+            replace_parameter(self.projection, "weight", resize_patch_kernel(self.projection.weight, kernel_size))
+            self.projection.kernel_size = self.projection.stride = kernel_size
+        if new.num_channels != old.num_channels:
+            replace_parameter(first, "weight", resize_channels(first.weight, new.num_channels))
+            first.in_channels = new.num_channels
+        self.patch_size, self.num_channels = new.patch_height_width, new.num_channels
 
     def _check(self, pixel_values: Tensor) -> None:
         if pixel_values.ndim != 4 or pixel_values.shape[1] != self.num_channels:
@@ -51,64 +72,79 @@ class ViTScratchPatchEmbeddings(nn.Module):
             )
 
 
-class ViTScratchEmbeddings(nn.Module):
-    """Returns the T tokens that enter the first layer: [class] and patches, with their positions added."""
+class ViTScratchEmbeddings(ViTScratchPositionEmbeddings):
+    """The T tokens that enter the first layer: [class] and patches, with their positions added.
+
+    It is itself the table of positions, so that the tensor is called `embeddings.position_embeddings`, as in
+    transformers' ViT.
+    """
 
     def __init__(self, config: ViTScratchConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config, has_table=config.position_embedding_placement == "stem")
         self.patch_embeddings = ViTScratchPatchEmbeddings(config)
-        if config.pooling == "class_token":
+        if config.use_class_token:
             self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
-        else:
-            self.register_parameter("cls_token", None)
-        num_tokens = config.num_prefix_tokens + config.num_patches
-        self.position_embeddings = nn.Parameter(torch.zeros(1, num_tokens, config.hidden_size))
+        if config.use_distillation_token:
+            self.distillation_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
+        if config.num_register_tokens:
+            self.register_tokens = nn.Parameter(torch.zeros(1, config.num_register_tokens, config.hidden_size))
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        embeddings = self.patch_embeddings(pixel_values)  # (B, N, D)
+    def initialize(self) -> None:
+        super().initialize()
+        if self.config.use_class_token:
+            init.zeros_(self.cls_token)
+        if self.config.use_distillation_token:
+            init.zeros_(self.distillation_token)
+        if self.config.num_register_tokens:  # unlike one class token, equal registers would stay equal
+            init.normal_(self.register_tokens, std=0.02)
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        visible_patches: Tensor | None = None,
+        corrupt: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, TokenPlaces]:
+        """Returns the tokens (B, T, D) and where they stand.
+
+        Args:
+            pixel_values: (B, C, H, W).
+            visible_patches: raster indices (B, n) of the patches to embed; None: all, but for patch dropout.
+            corrupt: what is done to the patch embeddings (B, N, D) of masked patch prediction.
+        """
+        patches = self.patch_embeddings(pixel_values)  # (B, N, D)
+        if corrupt is not None:
+            patches = corrupt(patches)
+        if visible_patches is None and self.training and self.config.patch_dropout_rate > 0:
+            visible_patches = _kept_patches(patches, self.config.patch_dropout_rate)
+        if visible_patches is not None:
+            patches = patches.gather(1, visible_patches.unsqueeze(2).expand(-1, -1, patches.shape[2]))
         patch_height, patch_width = self.patch_embeddings.patch_size
         grid_size = (pixel_values.shape[2] // patch_height, pixel_values.shape[3] // patch_width)
-        if self.cls_token is not None:
-            embeddings = torch.cat((self.cls_token.expand(len(embeddings), -1, -1), embeddings), dim=1)  # (B, T, D)
-        return self.dropout(embeddings + self.positions_for(grid_size))
+        tokens = torch.cat((*(token.expand(len(patches), -1, -1) for token in self._prefix()), patches), dim=1)
+        places = TokenPlaces(grid_size, visible_patches)
+        positions = self.positions_at(places, like=tokens)
+        return self.dropout(tokens if positions is None else tokens + positions), places  # (B, T, D)
 
-    def positions_for(self, grid_size: tuple[int, int]) -> Tensor:
-        """Position embeddings (1, T, D) for a grid of (rows, columns), resampled if it is not the model's own."""
-        if grid_size == self.config.grid_size:
-            return self.position_embeddings
-        return resize_positions(
-            self.position_embeddings,
-            self.config.grid_size,
-            grid_size,
-            num_prefix_tokens=self.config.num_prefix_tokens,
-            interpolation=self.config.position_interpolation,
-        )
+    def _prefix(self) -> list[Tensor]:
+        names = {
+            "cls_token": self.config.use_class_token,
+            "distillation_token": self.config.use_distillation_token,
+            "register_tokens": self.config.num_register_tokens > 0,
+        }
+        return [getattr(self, name) for name, is_there in names.items() if is_there]
 
 
-def resize_positions(
-    positions: Tensor,
-    old_grid: tuple[int, int],
-    new_grid: tuple[int, int],
-    *,
-    num_prefix_tokens: int,
-    interpolation: str,
-) -> Tensor:
-    """Positions (1, prefix + N, D) of one grid resampled to another; those of the prefix tokens stay as they are.
+def _kept_patches(patches: Tensor, rate: float) -> Tensor:
+    """Raster indices (B, n), rising, of the patches that patch dropout keeps: another set for each image."""
+    num_kept = max(1, round(patches.shape[1] * (1 - rate)))
+    order = torch.rand(patches.shape[:2], device=patches.device).argsort(dim=1)
+    return order[:, :num_kept].sort(dim=1).values
 
-    "bilinear_corners" maps corner to corner, as the official code does (its `scipy.ndimage.zoom` of order 1; where
-    that function's rounding zeroes the last row, this does not). "bicubic" is that of transformers' ViT.
-    """
-    prefix, patches = positions[:, :num_prefix_tokens], positions[:, num_prefix_tokens:]
-    patches = patches.unflatten(1, old_grid).permute(0, 3, 1, 2)  # (1, D, rows, columns)
-    patches = patches.to(torch.promote_types(patches.dtype, torch.float32))
-    if interpolation == "bilinear_corners":
-        resized = F.interpolate(patches, size=new_grid, mode="bilinear", align_corners=True)
-    else:
-        resized = F.interpolate(patches, size=new_grid, mode="bicubic", align_corners=False)
-    resized = resized.permute(0, 2, 3, 1).flatten(1, 2).to(positions.dtype)  # (1, N, D)
-    return torch.cat((prefix, resized), dim=1)
+
+def _kernel_size(config: ViTScratchConfig) -> tuple[int, int]:
+    patch_height, patch_width = config.patch_height_width
+    return patch_height // config.stem_stride, patch_width // config.stem_stride
 
 
 def resize_patch_kernel(kernel: Tensor, new_size: tuple[int, int]) -> Tensor:

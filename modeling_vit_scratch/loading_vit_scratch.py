@@ -13,6 +13,16 @@ __all__ = ["INPUT_FIELDS", "check_loaded", "stored_input_fields", "with_fields"]
 logger = logging.getLogger(__name__)
 
 INPUT_FIELDS = ("image_size", "patch_size", "num_channels")
+# What another of our models may leave out: a classifier, or a head of self-supervised training.
+TENSORS_OF_HEADS = (
+    "classifier.",
+    "decoder.",
+    "distillation_classifier.",
+    "mask_token",
+    "pooler.",
+    "prediction_head.",
+    "vit.pooler.",
+)
 _HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
@@ -40,9 +50,7 @@ def check_loaded(model: PreTrainedModel, info: dict[str, Any], source: Any) -> N
     mismatched = {name for name, *_ in info["mismatched_keys"]}
     new = set(info["missing_keys"]) | mismatched
     missing = sorted(new & encoder)
-    unexpected = sorted(
-        key for key in info["unexpected_keys"] if not key.startswith(("classifier.", "pooler.", "vit.pooler."))
-    )
+    unexpected = sorted(key for key in info["unexpected_keys"] if not key.startswith(TENSORS_OF_HEADS))
     if missing or unexpected:
         raise InputError(
             f"{source or 'the state dict'} is not a checkpoint of this {type(model).__name__}: "

@@ -3,32 +3,28 @@
 B images, T tokens (class token and patches), D hidden_size, A heads, d head_dim = D / A, K classes.
 """
 
-import logging
-import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, GradientCheckpointingLayer, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, GradientCheckpointingLayer
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_vit_scratch import ViTScratchConfig
-from .embeddings_vit_scratch import (
-    ViTScratchEmbeddings,
-    ViTScratchPatchEmbeddings,
-    resize_channels,
-    resize_patch_kernel,
-    resize_positions,
-)
-from .loading_vit_scratch import INPUT_FIELDS, check_loaded, stored_input_fields, with_fields
+from .embeddings_vit_scratch import ViTScratchEmbeddings
+from .initialization_vit_scratch import ViTScratchModule, lecun_normal_
+from .pooling_vit_scratch import ViTScratchAttentionPooling
+from .positions_vit_scratch import ViTScratchLayerPositions, attention_positions, positions_for_attention
+from .pretrained_vit_scratch import RULE, ViTScratchPreTrainedModel
+from .residual_vit_scratch import ViTScratchLayerScale, forward_with_stochastic_depth
+from .swiglu_vit_scratch import ViTScratchSwiGLU
 
-__all__ = ["ViTScratchForImageClassification", "ViTScratchModel", "ViTScratchPreTrainedModel"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["ViTScratchForImageClassification", "ViTScratchLayer", "ViTScratchModel", "classification_loss"]
 
 
 def eager_attention_forward(
@@ -43,6 +39,8 @@ def eager_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Attention written out (paper equations 6 and 7); query, key, value are (B, A, T, d)."""
     scores = query @ key.transpose(2, 3) * scaling  # (B, A, T, T)
+    if attention_mask is not None:  # relative positions
+        scores = scores + attention_mask
     weights = F.dropout(scores.softmax(dim=-1), p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2), weights  # (B, T, A, d)
 
@@ -65,14 +63,13 @@ def attention_by_rule(
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
 
 
-RULE = "vit_scratch_rule"
 AttentionInterface.register(RULE, attention_by_rule)
 
 # All compute softmax(q k / sqrt(d)) v; what a user registers under another name may be something else.
 EXACT_ATTENTIONS = (RULE, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
-class ViTScratchAttention(nn.Module):
+class ViTScratchAttention(ViTScratchModule):
     """Multi-head self-attention (paper appendix A)."""
 
     def __init__(self, config: ViTScratchConfig):
@@ -86,17 +83,32 @@ class ViTScratchAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.q_norm = nn.LayerNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(self.head_dim, eps=config.layer_norm_eps) if config.qk_norm else nn.Identity()
+        self.positions = attention_positions(config)
 
-    def forward(self, hidden_states: Tensor, output_attentions: bool = False) -> tuple[Tensor, Tensor | None]:
+    def initialize(self) -> None:
+        """Xavier-uniform, each projection as a square matrix of its own rather than q, k and v as one."""
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
+            init.xavier_uniform_(projection.weight)
+            if projection.bias is not None:
+                init.zeros_(projection.bias)
+
+    def forward(
+        self, hidden_states: Tensor, where: tuple[Any, ...] | None = None, output_attentions: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         heads = (*hidden_states.shape[:2], -1, self.head_dim)
         query = self.q_proj(hidden_states).view(heads).transpose(1, 2)  # (B, A, T, d)
         key = self.k_proj(hidden_states).view(heads).transpose(1, 2)
         value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
+        query, key, added_scores = self.q_norm(query), self.k_norm(key), None
+        if self.positions is not None:  # rotary or relative ones; the paper's are in the embeddings
+            query, key, added_scores = self.positions(query, key, where)
         attention = eager_attention_forward
         if not output_attentions:  # only the form written out can show its weights
             attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, attention)
         dropout = self.attention_dropout if self.training else 0.0
-        context, weights = attention(self, query, key, value, None, scaling=self.scaling, dropout=dropout)
+        context, weights = attention(self, query, key, value, added_scores, scaling=self.scaling, dropout=dropout)
         return self.o_proj(context.flatten(2)), weights  # (B, T, D)
 
     def forward_class_token(self, hidden_states: Tensor) -> Tensor:
@@ -122,7 +134,7 @@ class ViTScratchAttention(nn.Module):
         return self.o_proj(context.flatten(1)).unsqueeze(1)
 
 
-class ViTScratchMLP(nn.Module):
+class ViTScratchMLP(ViTScratchModule):
     def __init__(self, config: ViTScratchConfig):
         super().__init__()
         self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
@@ -130,40 +142,70 @@ class ViTScratchMLP(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
 
+    def initialize(self) -> None:
+        for dense in (self.fc1, self.fc2):
+            init.xavier_uniform_(dense.weight)
+            init.normal_(dense.bias, std=1e-6)
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.fc2(self.dropout(self.activation_fn(self.fc1(hidden_states))))
 
 
 class ViTScratchLayer(GradientCheckpointingLayer):
-    """Pre-norm Transformer layer (paper equations 2 and 3)."""
+    """Pre-norm Transformer layer (paper equations 2 and 3); `drop_path_rate` is that of this layer."""
 
-    def __init__(self, config: ViTScratchConfig):
+    def __init__(self, config: ViTScratchConfig, drop_path_rate: float = 0.0):
         super().__init__()
+        self.drop_path_rate = drop_path_rate
         self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.attention = ViTScratchAttention(config)
         self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = ViTScratchMLP(config)
+        self.mlp = ViTScratchSwiGLU(config) if config.mlp_type == "swiglu" else ViTScratchMLP(config)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        has_scale = config.layer_scale_init is not None
+        self.layer_scale1 = ViTScratchLayerScale(config) if has_scale else nn.Identity()
+        self.layer_scale2 = ViTScratchLayerScale(config) if has_scale else nn.Identity()
 
     def forward(
-        self, hidden_states: Tensor, output_attentions: bool = False, class_token_only: bool = False
+        self,
+        hidden_states: Tensor,
+        where: tuple[Any, ...] | None = None,
+        output_attentions: bool = False,
+        class_token_only: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the tokens (B, T, D), or only the class token (B, 1, D), and the attentions if asked for."""
+        """Returns the tokens (B, T, D), or only the class token (B, 1, D), and the attentions if asked for.
+
+        `where` is what the positions inside the attention need, if there are such.
+        """
+        if self.training and self.drop_path_rate > 0:
+            return forward_with_stochastic_depth(self, hidden_states, where, output_attentions, class_token_only)
+        update, weights = self.attention_branch(hidden_states, where, output_attentions, class_token_only)
+        hidden_states = hidden_states[:, : update.shape[1]] + update  # equation 2
+        return hidden_states + self.mlp_branch(hidden_states), weights  # equation 3
+
+    def attention_branch(
+        self, hidden_states: Tensor, where: tuple[Any, ...] | None, output_attentions: bool, class_token_only: bool
+    ) -> tuple[Tensor, Tensor | None]:
         normed, weights = self.layernorm_before(hidden_states), None
         if class_token_only:
-            attended, hidden_states = self.attention.forward_class_token(normed), hidden_states[:, :1]
+            update = self.attention.forward_class_token(normed)
         else:
-            attended, weights = self.attention(normed, output_attentions)
-        hidden_states = hidden_states + self.dropout(attended)
-        return hidden_states + self.dropout(self.mlp(self.layernorm_after(hidden_states))), weights
+            update, weights = self.attention(normed, where, output_attentions)
+        return self.layer_scale1(self.dropout(update)), weights
+
+    def mlp_branch(self, hidden_states: Tensor) -> Tensor:
+        return self.layer_scale2(self.dropout(self.mlp(self.layernorm_after(hidden_states))))
 
     def is_plain(self) -> bool:
         """Whether reading the projections' weights gives what calling them gives, and nobody watches the calls.
 
-        False under adapters, quantisation, tensor parallelism, parametrisations, hooks and attentions of the user's.
+        False under adapters, quantisation, tensor parallelism, parametrisations, hooks and attentions of the user's,
+        and where keys are more than a projection: normalised, rotated, or met by relative positions.
         """
         attention = self.attention
-        if type(attention) is not ViTScratchAttention:
+        if type(attention) is not ViTScratchAttention or attention.positions is not None:
+            return False
+        if type(attention.q_norm) is not nn.Identity or type(attention.k_norm) is not nn.Identity:
             return False
         if attention.config._attn_implementation not in EXACT_ATTENTIONS:
             return False
@@ -178,142 +220,19 @@ def _is_watched(module: nn.Module) -> bool:
     return bool(hooks) or "forward" in vars(module)
 
 
-class ViTScratchPooler(nn.Module):
+class ViTScratchPooler(ViTScratchModule):
     """The pre-logits layer (paper section 3.2): what pre-training puts between the pooled token and the classifier."""
 
     def __init__(self, config: ViTScratchConfig):
         super().__init__()
-        assert config.representation_size is not None
-        self.dense = nn.Linear(config.hidden_size, config.representation_size)
+        self.dense = nn.Linear(config.pooled_size, cast(int, config.representation_size))
+
+    def initialize(self) -> None:
+        lecun_normal_(self.dense.weight)
+        init.zeros_(self.dense.bias)
 
     def forward(self, pooled: Tensor) -> Tensor:
         return self.dense(pooled).tanh()
-
-
-class ViTScratchPreTrainedModel(PreTrainedModel):
-    """Initialisation, loading and resizing, shared by all heads."""
-
-    config: ViTScratchConfig
-    config_class = ViTScratchConfig
-    base_model_prefix = "vit"
-    main_input_name = "pixel_values"
-    input_modalities = ("image",)  # type: ignore[assignment]  # as in transformers' own ViT
-    supports_gradient_checkpointing = True
-    accepts_loss_kwargs = False  # else the Trainer leaves the mean over accumulated micro-batches to the loss
-    _no_split_modules = ["ViTScratchEmbeddings", "ViTScratchLayer"]  # noqa: RUF012
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
-    _can_compile_fullgraph = True
-    _input_embed_layer = "patch_embeddings"
-
-    def __init__(self, config: ViTScratchConfig, *inputs: Any, **kwargs: Any):
-        if config._attn_implementation is None:
-            config._attn_implementation = RULE
-        super().__init__(config, *inputs, **kwargs)
-
-    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        # transformers takes a module of custom code that holds no tensor of its own (an attention block, say) for
-        # initialised and skips it. `_init_weights` guards every tensor by itself, so none needs skipping.
-        super()._initialize_weights(module)
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """The official code's initialisers (none is stated in the paper); a fresh classifier outputs its bias."""
-        if isinstance(module, ViTScratchEmbeddings):
-            init.normal_(module.position_embeddings, std=0.02)
-            if module.cls_token is not None:
-                init.zeros_(module.cls_token)
-        elif isinstance(module, ViTScratchPatchEmbeddings):
-            _lecun_normal_(module.projection.weight)
-            init.zeros_(cast(Tensor, module.projection.bias))
-        elif isinstance(module, ViTScratchAttention):
-            for projection in (module.q_proj, module.k_proj, module.v_proj, module.o_proj):
-                init.xavier_uniform_(projection.weight)
-                if projection.bias is not None:
-                    init.zeros_(projection.bias)
-        elif isinstance(module, ViTScratchMLP):
-            for dense in (module.fc1, module.fc2):
-                init.xavier_uniform_(dense.weight)
-                init.normal_(dense.bias, std=1e-6)
-        elif isinstance(module, nn.LayerNorm):
-            init.ones_(module.weight)
-            init.zeros_(module.bias)
-        elif isinstance(module, ViTScratchPooler):
-            _lecun_normal_(module.dense.weight)
-            init.zeros_(module.dense.bias)
-        elif isinstance(module, ViTScratchForImageClassification):
-            init.zeros_(module.classifier.weight)
-            init.constant_(module.classifier.bias, self.config.head_bias_init)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
-        """Returns the stored model; a missing encoder tensor or one that belongs nowhere raises `InputError`.
-
-        Heads may be new. `image_size`, `patch_size` and `num_channels` that differ from the stored ones are applied
-        after loading, by `resize_input`.
-        """
-        wanted = {name: kwargs.pop(name) for name in INPUT_FIELDS if name in kwargs}
-        config = kwargs.get("config")
-        if isinstance(config, PreTrainedConfig) and pretrained_model_name_or_path is not None:
-            # The Auto classes put such keyword arguments into the config before they call this method.
-            stored = stored_input_fields(pretrained_model_name_or_path, config, kwargs)
-            wanted = {**{name: getattr(config, name) for name in stored}, **wanted}
-            kwargs["config"] = with_fields(config, stored)
-        give_info = kwargs.pop("output_loading_info", False)
-        loaded: Any = super().from_pretrained(
-            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
-        )
-        model, info = loaded
-        if pretrained_model_name_or_path is not None or kwargs.get("state_dict"):
-            check_loaded(model, info, source=pretrained_model_name_or_path)
-        changed = {name: value for name, value in wanted.items() if value != getattr(model.config, name)}
-        if changed:
-            model.resize_input(**changed)
-        return (model, info) if give_info else model
-
-    @torch.no_grad()
-    def resize_input(
-        self,
-        *,
-        image_size: int | list[int] | None = None,
-        patch_size: int | list[int] | None = None,
-        num_channels: int | None = None,
-    ) -> None:
-        """Edits weights and config for other input: positions, patch kernel and channels are resampled.
-
-        A forward at another grid needs none of this; it resamples the positions on the fly and edits nothing.
-        """
-        old = self.config
-        fields = {"image_size": image_size, "patch_size": patch_size, "num_channels": num_channels}
-        changes = {name: value for name, value in fields.items() if value is not None}
-        new = with_fields(old, changes)
-        new.validate()
-        embeddings = cast(ViTScratchEmbeddings, self.base_model.embeddings)
-        patches = embeddings.patch_embeddings
-        kernel = patches.projection.weight
-        if new.patch_height_width != old.patch_height_width:
-            kernel = resize_patch_kernel(kernel, new.patch_height_width)
-        if new.num_channels != old.num_channels:
-            kernel = resize_channels(kernel, new.num_channels)
-        positions = resize_positions(
-            embeddings.position_embeddings,
-            old.grid_size,
-            new.grid_size,
-            num_prefix_tokens=old.num_prefix_tokens,
-            interpolation=old.position_interpolation,
-        )
-        for module, name, value in (
-            (embeddings, "position_embeddings", positions),
-            (patches.projection, "weight", kernel.contiguous()),
-        ):
-            setattr(module, name, nn.Parameter(value, requires_grad=getattr(module, name).requires_grad))
-        patches.projection.in_channels = patches.num_channels = new.num_channels
-        patches.projection.kernel_size = patches.projection.stride = patches.patch_size = new.patch_height_width
-        for name, size in changes.items():
-            logger.warning("resized the model's input: %s %s -> %s", name, getattr(old, name), size)
-            setattr(old, name, size)
 
 
 class ViTScratchModel(ViTScratchPreTrainedModel):
@@ -322,8 +241,16 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
     def __init__(self, config: ViTScratchConfig):
         super().__init__(config)
         self.embeddings = ViTScratchEmbeddings(config)
-        self.layers = nn.ModuleList([ViTScratchLayer(config) for _ in range(config.num_hidden_layers)])
+        at_every_layer = config.position_embedding_placement != "stem"
+        self.layer_positions = ViTScratchLayerPositions(config) if at_every_layer else None
+        depth = config.num_hidden_layers
+        rates = [config.drop_path_rate * index / max(1, depth - 1) for index in range(depth)]
+        self.layers = nn.ModuleList([ViTScratchLayer(config, rate) for rate in rates])
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        has_attention_head = config.pooling == "attention"
+        self.attention_pooling = (
+            ViTScratchAttentionPooling(config, ViTScratchMLP(config)) if has_attention_head else None
+        )
         self.pooler = ViTScratchPooler(config) if config.representation_size is not None else None
         self.post_init()
 
@@ -334,6 +261,8 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         pooled_only: bool = False,
+        visible_patches: Tensor | None = None,
+        corrupt: Callable[[Tensor], Tensor] | None = None,
     ) -> BaseModelOutputWithPooling | tuple[Any, ...]:
         """Returns `last_hidden_state` (B, T, D) after the last norm and `pooler_output` (B, representation_size or D).
 
@@ -344,23 +273,27 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             return_dict: False for a plain tuple.
             pooled_only: what a classifier asks for. The last layer may then be computed for the class token alone,
                 and `last_hidden_state` is (B, 1, D).
+            visible_patches: raster indices (B, n) of the only patches to encode (masked autoencoding).
+            corrupt: what is done to the patch embeddings (B, N, D) before positions (masked patch prediction).
         """
         output_attentions = _first_given(output_attentions, self.config.output_attentions)
         output_hidden_states = _first_given(output_hidden_states, self.config.output_hidden_states)
         class_token_only = (
             pooled_only and not (output_attentions or output_hidden_states) and self._needs_class_token_only()
         )
-        hidden_states = self.embeddings(pixel_values)  # (B, T, D), equation 1
+        hidden_states, places = self.embeddings(pixel_values, visible_patches, corrupt)  # (B, T, D), equation 1
+        where = positions_for_attention(self.config, places, like=hidden_states)
+        layer_positions = None if self.layer_positions is None else self.layer_positions(places, like=hidden_states)
         all_hidden_states, all_attentions = [], []
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
+            if layer_positions is not None:  # paper D.4: positions at every layer
+                hidden_states = hidden_states + layer_positions[index]
             if output_hidden_states:  # else each layer's input can go as soon as the next one has read it
                 all_hidden_states.append(hidden_states)
-            hidden_states, weights = layer(
-                hidden_states, output_attentions, class_token_only and layer is self.layers[-1]
-            )
+            is_last = index == len(self.layers) - 1
+            hidden_states, weights = layer(hidden_states, where, output_attentions, class_token_only and is_last)
             all_attentions.append(weights)
-        sequence = self.layernorm(hidden_states)  # equation 4
-        pooled = sequence[:, 0] if self.config.pooling == "class_token" else sequence.mean(dim=1)  # (B, D)
+        sequence, pooled = self._pool(hidden_states)
         output = BaseModelOutputWithPooling(
             last_hidden_state=sequence,
             pooler_output=pooled if self.pooler is None else self.pooler(pooled),
@@ -369,22 +302,47 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         )
         return output if _first_given(return_dict, self.config.return_dict) else output.to_tuple()
 
+    def _pool(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens after the final norm, and what the head reads of them (equation 4)."""
+        num_prefix_tokens, pooling = self.config.num_prefix_tokens, self.config.pooling
+        if self.config.final_norm == "after_pooling":
+            return hidden_states, self.layernorm(hidden_states[:, num_prefix_tokens:].mean(dim=1))
+        sequence = self.layernorm(hidden_states)
+        if pooling == "class_token":
+            return sequence, sequence[:, 0]  # (B, D)
+        if self.attention_pooling is not None:
+            return sequence, self.attention_pooling(sequence)
+        mean = sequence[:, num_prefix_tokens:].mean(dim=1)
+        return sequence, mean if pooling == "mean" else torch.cat((sequence[:, 0], mean), dim=1)
+
     def _needs_class_token_only(self) -> bool:
         return (
             self.config.pooling == "class_token"
+            and not self.config.use_distillation_token
             and cast(ViTScratchLayer, self.layers[-1]).is_plain()
             and not (_is_watched(self.layernorm) or _is_watched(self))  # whose output would have one token
         )
 
 
 class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
-    """ViT with a linear classifier, zero at first: its step-0 loss is ln K."""
+    """ViT with a linear classifier, zero at first: its step-0 loss is ln K.
+
+    With a distillation token there are two classifiers, and the logits are the mean of theirs (DeiT).
+    """
 
     def __init__(self, config: ViTScratchConfig):
         super().__init__(config)
         self.vit = ViTScratchModel(config)
-        self.classifier = nn.Linear(config.representation_size or config.hidden_size, cast(int, config.num_labels))
+        width, num_labels = config.representation_size or config.pooled_size, cast(int, config.num_labels)
+        self.classifier = nn.Linear(width, num_labels)
+        self.distillation_classifier = nn.Linear(width, num_labels) if config.use_distillation_token else None
         self.post_init()
+
+    def initialize(self) -> None:
+        for classifier in (self.classifier, self.distillation_classifier):
+            if classifier is not None:
+                init.zeros_(classifier.weight)
+                init.constant_(classifier.bias, self.config.head_bias_init)
 
     def forward(
         self,
@@ -403,6 +361,8 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
             pooled_only=True,
         )
         logits = self.classifier(outputs.pooler_output)  # (B, K)
+        if self.distillation_classifier is not None:
+            logits = (logits + self.distillation_classifier(outputs.last_hidden_state[:, 1])) / 2
         output = ImageClassifierOutput(
             loss=None if labels is None else classification_loss(logits, labels, self.config.problem_type),
             logits=logits,
@@ -426,12 +386,6 @@ def classification_loss(logits: Tensor, labels: Tensor, problem_type: str) -> Te
     # Not torch's binary_cross_entropy_with_logits: in float32 it cancels 10 against 10.00004 for every absent class
     # (21,842 of them at a head bias of -10), and then the first loss is 11.000 instead of 10.992.
     return -(targets * F.logsigmoid(logits) + (1 - targets) * F.logsigmoid(-logits)).sum(dim=1).mean()
-
-
-def _lecun_normal_(weight: Tensor) -> None:
-    # Flax's: cut at two sigma, then scaled back to variance 1 / fan_in (0.8796 is sigma of the cut unit normal).
-    std = math.sqrt(1 / weight[0].numel()) / 0.87962566103423978
-    init.trunc_normal_(weight, mean=0.0, std=std, a=-2 * std, b=2 * std)
 
 
 def _first_given(value: bool | None, default: bool | None) -> bool:

@@ -217,7 +217,7 @@ def test_a_replaced_forward_is_called(monkeypatch):
 
 def test_an_attention_of_another_class_is_called():
     class Silent(modeling.ViTScratchAttention):
-        def forward(self, hidden_states, output_attentions=False):
+        def forward(self, hidden_states, where=None, output_attentions=False):
             return torch.zeros_like(hidden_states), None
 
     model, pixels = tiny_classifier(), random_pixels()

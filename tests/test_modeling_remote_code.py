@@ -114,8 +114,16 @@ def test_the_modeling_file_reaches_exactly_the_network():
         "configuration_vit_scratch.py",
         "embeddings_vit_scratch.py",
         "errors_vit_scratch.py",
+        "initialization_vit_scratch.py",
         "loading_vit_scratch.py",
         "modeling_vit_scratch.py",
+        "pooling_vit_scratch.py",
+        "positions_vit_scratch.py",
+        "pretrained_vit_scratch.py",
+        "residual_vit_scratch.py",
+        "resnet_stem_vit_scratch.py",
+        "swiglu_vit_scratch.py",
+        "validation_vit_scratch.py",
     }
 
 

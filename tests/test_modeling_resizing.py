@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForImageClassification, ViTConfig, ViTModel
 
 from modeling_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchModel
-from modeling_vit_scratch.embeddings_vit_scratch import resize_channels, resize_patch_kernel, resize_positions
+from modeling_vit_scratch.embeddings_vit_scratch import resize_channels, resize_patch_kernel
+from modeling_vit_scratch.positions_vit_scratch import resize_positions
 
 EXACT = {"rtol": 0, "atol": 0}
 CLOSE = {"rtol": 0, "atol": 1e-10}
