@@ -14,7 +14,12 @@ MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 1
 
 # The files that auto_map and custom_pipelines name; what they import comes along.
-CODE_ENTRY_POINTS = ("modeling_vit_scratch.py", "image_processing_vit_scratch.py", "pipeline_vit_scratch.py")
+CODE_ENTRY_POINTS = (
+    "backbone_vit_scratch.py",
+    "image_processing_vit_scratch.py",
+    "modeling_vit_scratch.py",
+    "pipeline_vit_scratch.py",
+)
 
 # Owners edit these on the Hub: a changed card or attribute file is no damage.
 _EDITED_ON_THE_HUB = ("README.md", ".gitattributes", MANIFEST_NAME)

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 AUTO_MAP = {
     "AutoConfig": "configuration_vit_scratch.ViTScratchConfig",
+    "AutoBackbone": "backbone_vit_scratch.ViTScratchBackbone",
     "AutoModel": "modeling_vit_scratch.ViTScratchModel",
     "AutoModelForImageClassification": "modeling_vit_scratch.ViTScratchForImageClassification",
 }

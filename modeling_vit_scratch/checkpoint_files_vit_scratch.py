@@ -186,8 +186,8 @@ def _zip_content(file: Path) -> _Content:
     try:
         with zipfile.ZipFile(file) as archive:
             names = archive.namelist()
-    except zipfile.BadZipFile:
-        return _Content(None, "an archive that was cut short", _FETCH)
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        return _Content(None, "an archive that was cut short or damaged", _FETCH)
     if any(name.endswith("constants.pkl") for name in names):
         return _Content(None, "a TorchScript program", "load it with torch.jit.load and save its state_dict()")
     if any(name.endswith("/data.pkl") for name in names):

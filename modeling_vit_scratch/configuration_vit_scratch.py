@@ -95,7 +95,7 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
     """LayerNorm on each head's queries and keys (arXiv 2302.05442, section 2)."""
     mlp_type: Literal["mlp", "swiglu"] = "mlp"
     """Two layers with `hidden_act` between, or SwiGLU (arXiv 2002.05202), whose `hidden_act` is "silu"."""
-    layer_scale_init: float | None = None
+    layer_scale_init: float | int | None = None
     """Initial factor on each channel of what a layer adds (LayerScale, arXiv 2103.17239); None: no such factors."""
     drop_path_rate: float | int = 0.0
     """In [0, 1): share of images for which the last layer is skipped in training; linear from 0 at the first layer
@@ -142,7 +142,7 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
     """Masked patch prediction: of the image processor, to tell colours by; None: 0.5 a channel."""
     image_std: list[float] | None = None
     mask_ratio: float | int = 0.75
-    """Masked autoencoding, in [0, 1): share of patches the encoder does not see (arXiv 2111.06377)."""
+    """Masked autoencoding, in (0, 1): share of patches the encoder does not see (arXiv 2111.06377)."""
     norm_pix_loss: bool = True
     """Masked autoencoding: whether each patch's target is normalised by its own mean and deviation."""
     decoder_hidden_size: int = 512

@@ -8,7 +8,7 @@ D hidden_size, A heads, d head_dim, N patches.
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +46,10 @@ Arrays = dict[str, np.ndarray]
 IMAGENET_21K_CLASSES = 21_843
 SINCOS_IMAGE_SIZE = 224  # of big_vision's baselines, whose positions are in no file
 
-# Where the network hangs in a file: alone, beside a Flax or an Optax optimizer, as the image tower beside a text tower.
+# Where the network hangs in a file: alone, beside a Flax or an Optax optimizer, or as the image tower beside a text
+# tower.
 _ROOTS = ("", "opt/target/", "params/", "params/img/", "img/")
-_TRAINING_STATE = ("opt/", "chrono/", "extra/")
+_TRAINING_STATE = ("opt/", "chrono/")
 _TEXT_TOWER = re.compile(r"(params/)?(txt/.*|t|b)")
 
 
@@ -62,24 +63,24 @@ def from_npz(path: StrPath, *, image_size: int | list[int] | None = None) -> Con
     Raises:
         InputError: the file cannot be read, an array has no place in the network or the network none in the file.
     """
-    source = str(path)
     stored = read_arrays(path)
-    arrays, notes = _network_of(stored, source)
-    config = _config_of(arrays, image_size, source, notes)
-    model_class = ViTScratchForImageClassification if "head/kernel" in arrays else ViTScratchModel
-    places = slots(config, with_head="head/kernel" in arrays)
-    _check_arrays(arrays, places, source)
-    state_dict = {
-        slot.ours: as_tensor(slot.to_ours(arrays[name]), f"{source}: {name}") for name, slot in places.items()
-    }
-    model = built(model_class, config, state_dict, source)
+    network = _network_of(stored, str(path))
+    config = _config_of(network, image_size)
+    places = slots(config, with_head=network.has_head)
+    _check_arrays(network, places)
+    model = built(
+        ViTScratchForImageClassification if network.has_head else ViTScratchModel,
+        config,
+        {slot.ours: network.tensor(name, slot) for name, slot in places.items()},
+        network.source,
+    )
     return Conversion(
-        source=source,
+        source=network.source,
         model=model,
         image_processor=ViTScratchImageProcessor.from_config(config),
         reference=_Reference(stored, config.grid_size),
         reference_dtype=proof_dtype(model),
-        notes=notes,
+        notes=network.notes,
     )
 
 
@@ -96,15 +97,46 @@ class _Reference:
         return {name: torch.from_numpy(np.ascontiguousarray(output)) for name, output in outputs.items()}
 
 
-def _network_of(stored: Arrays, source: str) -> tuple[Arrays, list[str]]:
-    """The arrays of the one network in a file, under the released names, and notes on what was left out."""
+@dataclass(frozen=True, eq=False)
+class _Network:
+    """The one network in a file."""
+
+    source: str
+    arrays: Arrays
+    """Under the released names."""
+    notes: list[str]
+    is_released_layout: bool
+    """Whether the positions stand where the paper's code has them, with a row for the class token if there is one."""
+
+    @property
+    def has_head(self) -> bool:
+        return "head/kernel" in self.arrays
+
+    @property
+    def has_class_token(self) -> bool:
+        return "cls" in self.arrays
+
+    def shape(self, name: str, *axes: str) -> tuple[int, ...]:
+        """The shape of an array that must be there and have these axes."""
+        if name not in self.arrays:
+            raise InputError(f"{self.source}: has no array {name}; it is incomplete or not a Vision Transformer")
+        shape = self.arrays[name].shape
+        if len(shape) != len(axes):
+            raise InputError(f"{self.source}: {name} is {shape}, but its axes must be ({', '.join(axes)})")
+        return shape
+
+    def tensor(self, name: str, slot: Slot) -> Tensor:
+        return as_tensor(slot.to_ours(self.arrays[name]), f"{self.source}: {name}")
+
+
+def _network_of(stored: Arrays, source: str) -> _Network:
     roots = [root for root in _ROOTS if f"{root}embedding/kernel" in stored]
     if len(roots) != 1:
         raise InputError(
             f"{source}: holds {len(roots)} Vision Transformers instead of 1 (by embedding/kernel, alone or below "
             f"{', '.join(_ROOTS[1:])}); its arrays are {_some(stored)}"
         )
-    root, notes = roots[0], []
+    root = roots[0]
     arrays: Arrays = {}
     others = []
     for name, array in stored.items():
@@ -112,17 +144,27 @@ def _network_of(stored: Arrays, source: str) -> tuple[Arrays, list[str]]:
             _add(arrays, released_name(name.removeprefix(root)), array, source)
         else:
             others.append(name)
+    return _Network(
+        source=source,
+        arrays=_unstacked(arrays, source),
+        notes=_notes_on(others, root, source),
+        is_released_layout=f"{root}{POSITIONS}" in stored,
+    )
+
+
+def _notes_on(others: list[str], root: str, source: str) -> list[str]:
+    """What may be left out of a file; raises where there is more."""
     training = [name for name in others if name.startswith(_TRAINING_STATE)]
     text = [name for name in others if root.endswith("img/") and _TEXT_TOWER.fullmatch(name)]
     if unknown := sorted(set(others) - set(training) - set(text)):
         raise InputError(
             f"{source}: {_some(unknown)} beside the network below {root}; only its arrays can be converted"
         )
-    if training:
-        notes.append(f"left out the training state: {len(training)} arrays such as {training[0]}")
-    if text:
-        notes.append(f"left out the text tower: {len(text)} arrays such as {text[0]}")
-    return _unstacked(arrays, source), notes
+    return [
+        f"left out the {what}: {len(names)} arrays such as {names[0]}"
+        for what, names in (("training state", training), ("text tower", text))
+        if names
+    ]
 
 
 def _add(arrays: Arrays, name: str, array: np.ndarray, source: str) -> None:
@@ -146,124 +188,110 @@ def _unstacked(arrays: Arrays, source: str) -> Arrays:
     return unstacked
 
 
-def _config_of(arrays: Arrays, image_size: int | list[int] | None, source: str, notes: list[str]) -> ViTScratchConfig:
+def _config_of(network: _Network, image_size: int | list[int] | None) -> ViTScratchConfig:
     """The config that the shapes tell; choices that they do not tell become notes."""
-    shapes = _Shapes(arrays, source)
     query = f"{BLOCK}0/MultiHeadDotProductAttention_1/query/kernel"
-    hidden_size, num_heads, head_dim = shapes.of(query, "width", "heads", "width of a head")
+    hidden_size, num_heads, head_dim = network.shape(query, "width", "heads", "width of a head")
     if num_heads * head_dim != hidden_size:
         raise InputError(
-            f"{source}: {num_heads} heads of {head_dim} are not as wide together as the network, {hidden_size}; "
-            "such attention cannot be converted"
+            f"{network.source}: {num_heads} heads of {head_dim} are not as wide together as the network, "
+            f"{hidden_size}; such attention cannot be converted"
         )
-    _, mlp_size = shapes.of(f"{BLOCK}0/MlpBlock_3/Dense_0/kernel", "width", "hidden width")
+    _, mlp_size = network.shape(f"{BLOCK}0/MlpBlock_3/Dense_0/kernel", "width", "hidden width")
     fields: dict[str, Any] = {
         "hidden_size": hidden_size,
         "num_attention_heads": num_heads,
         "intermediate_size": mlp_size,
-        "num_hidden_layers": _count(arrays, rf"{BLOCK}(\d+)/"),
-        "pooling": _pooling(arrays),
+        "num_hidden_layers": _count(network.arrays, rf"{BLOCK}(\d+)/"),
+        "pooling": _pooling(network),
+        "use_class_token": network.has_class_token,
         "hidden_act": "gelu_pytorch_tanh",  # Flax's default
         "layer_norm_eps": 1e-6,  # Flax's default
         "position_interpolation": "bilinear_corners",
     }
-    if "pre_logits/kernel" in arrays:
-        _, fields["representation_size"] = shapes.of("pre_logits/kernel", "width", "width")
-    fields |= _patch_fields(arrays, shapes)
-    fields |= _position_fields(arrays, shapes, fields, image_size, notes)
-    fields |= _head_fields(arrays, shapes, notes)
+    if "pre_logits/kernel" in network.arrays:
+        _, fields["representation_size"] = network.shape("pre_logits/kernel", "width", "width")
+    fields |= _patch_fields(network)
+    fields |= _position_fields(network, fields["patch_size"], image_size)
+    fields |= _head_fields(network)
     try:
         return ViTScratchConfig(**fields)
     except StrictDataclassError as error:
-        raise InputError(f"{source}: its arrays make no network: {' '.join(str(error).split())}") from None
-
-
-@dataclass(frozen=True)
-class _Shapes:
-    arrays: Arrays
-    source: str
-
-    def of(self, name: str, *axes: str) -> tuple[int, ...]:
-        """The shape of an array that must be there and have these axes."""
-        if name not in self.arrays:
-            raise InputError(f"{self.source}: has no array {name}; it is incomplete or not a Vision Transformer")
-        shape = self.arrays[name].shape
-        if len(shape) != len(axes):
-            raise InputError(f"{self.source}: {name} is {shape}, but its axes must be ({', '.join(axes)})")
-        return shape
+        raise InputError(f"{network.source}: makes no network: {' '.join(str(error).split())}") from None
 
 
 def _count(names: Iterable[str], pattern: str) -> int:
     """How many are numbered in the place of the group; gaps show later, as arrays that are missing."""
-    numbers = {int(match[1]) for name in names if (match := re.match(pattern, name))}
-    return len(numbers)
+    return len({int(match[1]) for name in names if (match := re.match(pattern, name))})
 
 
-def _pooling(arrays: Arrays) -> str:
-    if any(name.startswith(MAP_HEAD) for name in arrays):
+def _pooling(network: _Network) -> str:
+    if any(name.startswith(MAP_HEAD) for name in network.arrays):
         return "attention"
-    return "class_token" if "cls" in arrays else "mean"
+    return "class_token" if network.has_class_token else "mean"
 
 
-def _patch_fields(arrays: Arrays, shapes: _Shapes) -> dict[str, Any]:
-    *patch, num_channels, _ = shapes.of("embedding/kernel", "height", "width", "channels", "outputs")
+def _patch_fields(network: _Network) -> dict[str, Any]:
+    axes = ("height", "width", "channels", "outputs")
+    *patch, num_channels, _ = network.shape("embedding/kernel", *axes)
     fields: dict[str, Any] = {"num_channels": num_channels}
-    if "conv_root/kernel" in arrays:
-        *_, fields["num_channels"], width = shapes.of("conv_root/kernel", "height", "width", "channels", "outputs")
-        num_stages = _count(arrays, r"block(\d+)/")
-        fields["stem_depths"] = [_count(arrays, rf"block{stage}/unit(\d+)/") for stage in range(1, num_stages + 1)]
+    if "conv_root/kernel" in network.arrays:
+        *_, fields["num_channels"], width = network.shape("conv_root/kernel", *axes)
+        num_stages = _count(network.arrays, r"block(\d+)/")
+        fields["stem_depths"] = [
+            _count(network.arrays, rf"block{stage}/unit(\d+)/") for stage in range(1, num_stages + 1)
+        ]
         fields["stem_width_factor"] = max(1, width // STEM_WIDTH)
-        stride = 4 * 2 ** max(0, num_stages - 1)  # of root and stages, which the patches are cut behind
+        stride = 4 * 2 ** max(0, num_stages - 1)  # of root and stages, behind which the patches are cut
         patch = [side * stride for side in patch]
     fields["patch_size"] = patch[0] if patch[0] == patch[1] else patch
     return fields
 
 
 def _position_fields(
-    arrays: Arrays, shapes: _Shapes, fields: dict[str, Any], image_size: int | list[int] | None, notes: list[str]
+    network: _Network, patch_size: int | list[int], image_size: int | list[int] | None
 ) -> dict[str, Any]:
-    has_class_token = "cls" in arrays
-    found: dict[str, Any] = {"use_class_token": has_class_token}
-    if POSITIONS not in arrays:
-        found["position_embedding_type"] = "sincos_2d"
-        notes.append("the file has no positions, so they are taken for big_vision's fixed ones (sincos_2d)")
+    if POSITIONS not in network.arrays:
+        network.notes.append("the file has no positions, so they are taken for big_vision's fixed ones (sincos_2d)")
         if image_size is None:
             image_size = SINCOS_IMAGE_SIZE
-            notes.append(f"fixed positions do not tell the image size: {image_size} was assumed")
-        return found | {"image_size": image_size}
-    _, num_rows, _ = shapes.of(POSITIONS, "1", "positions", "width")
-    patch_size = fields["patch_size"]
+            network.notes.append(f"fixed positions do not tell the image size: {image_size} was assumed")
+        return {"image_size": image_size, "position_embedding_type": "sincos_2d"}
+    _, num_rows, _ = network.shape(POSITIONS, "1", "positions", "width")
+    # The paper's code counts the class token in; big_vision did so once, and then the patches alone make a square.
+    has_row = network.has_class_token and (network.is_released_layout or not _is_square(num_rows))
     patch = patch_size if isinstance(patch_size, list) else [patch_size, patch_size]
     if image_size is None:
-        side = math.isqrt(num_rows - (1 if has_class_token and not _is_square(num_rows) else 0))
+        side = math.isqrt(max(0, num_rows - has_row))
         image_size = side * patch[0] if patch[0] == patch[1] else [side * patch[0], side * patch[1]]
-    if isinstance(image_size, list) and len(image_size) != 2:
+    elif isinstance(image_size, list) and len(image_size) != 2:
         raise InputError(f"image_size={image_size} must be one number or [height, width]")
     sides = image_size if isinstance(image_size, list) else [image_size, image_size]
     num_patches = math.prod(pixels // side for pixels, side in zip(sides, patch, strict=True))
-    if num_rows not in ((num_patches, num_patches + 1) if has_class_token else (num_patches,)):
+    if network.has_class_token and not network.is_released_layout:
+        has_row = num_rows == num_patches + 1
+    if num_rows != num_patches + has_row:
         raise InputError(
-            f"{shapes.source}: {num_rows} positions fit no grid of {num_patches} patches, which image_size={image_size} "
-            f"and patch_size={patch_size} make; pass image_size=[height, width] of the network"
+            f"{network.source}: {num_rows} positions{' with the class token' if has_row else ''} fit no grid of "
+            f"{num_patches} patches, as image_size={image_size} and patch_size={patch_size} make; pass "
+            "image_size=[height, width] of the network"
         )
-    if has_class_token:
-        found["class_token_position"] = num_rows == num_patches + 1
-    return found | {"image_size": image_size}
+    return {"image_size": image_size, "class_token_position": has_row or not network.has_class_token}
 
 
 def _is_square(number: int) -> bool:
     return math.isqrt(number) ** 2 == number
 
 
-def _head_fields(arrays: Arrays, shapes: _Shapes, notes: list[str]) -> dict[str, Any]:
-    if "head/kernel" not in arrays:
-        notes.append("the file has no head: the result is the encoder alone")
+def _head_fields(network: _Network) -> dict[str, Any]:
+    if not network.has_head:
+        network.notes.append("the file has no head: the result is the encoder alone")
         return {}
-    _, num_labels = shapes.of("head/kernel", "width", "classes")
-    if not arrays["head/kernel"].astype(np.float32).any():
-        notes.append("the head is all zeros, as in Google's imagenet21k files: its predictions mean nothing")
+    _, num_labels = network.shape("head/kernel", "width", "classes")
+    if not as_tensor(network.arrays["head/kernel"], f"{network.source}: head/kernel").any():
+        network.notes.append("the head is all zeros, as in Google's imagenet21k files: its predictions mean nothing")
     if num_labels == IMAGENET_21K_CLASSES:
-        notes.append(
+        network.notes.append(
             f"{num_labels} classes are ImageNet-21k, which the paper and AugReg trained with one sigmoid a class: "
             "problem_type is multi_label_classification"
         )
@@ -272,7 +300,8 @@ def _head_fields(arrays: Arrays, shapes: _Shapes, notes: list[str]) -> dict[str,
     return {"num_labels": num_labels, "problem_type": problem_type}
 
 
-def _check_arrays(arrays: Arrays, places: dict[str, Slot], source: str) -> None:
+def _check_arrays(network: _Network, places: dict[str, Slot]) -> None:
+    arrays = network.arrays
     problems = {
         "missing": sorted(places.keys() - arrays.keys()),
         "without a place": sorted(arrays.keys() - places.keys()),
@@ -284,7 +313,7 @@ def _check_arrays(arrays: Arrays, places: dict[str, Slot], source: str) -> None:
     }
     if any(problems.values()):
         listed = "; ".join(f"{kind}: {_some(names)}" for kind, names in problems.items() if names)
-        raise InputError(f"{source}: not a Vision Transformer as Google's code writes it: {listed}")
+        raise InputError(f"{network.source}: not a Vision Transformer as Google's code writes it: {listed}")
 
 
 def _some(names: Iterable[str]) -> str:
@@ -324,7 +353,6 @@ def _needs_big_vision(config: PreTrainedConfig) -> bool:
 
 def _check_fields(config: PreTrainedConfig, image_processor: ViTScratchImageProcessor) -> None:
     """Raises unless Google's code computes what this config says and feeds it what this processor does."""
-    has_other_class_token = config.use_class_token and config.pooling != "class_token"
     fitting: dict[str, tuple[Any, tuple]] = {  # field: its value, the values that fit
         "mlp_type": (config.mlp_type, ("mlp",)),
         "hidden_act": (config.hidden_act, ("gelu_pytorch_tanh", "gelu_new")),
@@ -337,7 +365,7 @@ def _check_fields(config: PreTrainedConfig, image_processor: ViTScratchImageProc
         "use_distillation_token": (config.use_distillation_token, (False,)),
         "num_register_tokens": (config.num_register_tokens, (0,)),
         "pooling": (config.pooling, ("class_token", "mean", "attention")),
-        "use_class_token": (config.use_class_token, (not has_other_class_token and config.use_class_token,)),
+        "use_class_token": (config.use_class_token, (config.pooling == "class_token",)),
         "final_norm": (config.final_norm, ("before_pooling",)),
         "image_mean": (set(image_processor.image_mean), ({0.5},)),
         "image_std": (set(image_processor.image_std), ({0.5},)),
@@ -350,4 +378,10 @@ def _check_fields(config: PreTrainedConfig, image_processor: ViTScratchImageProc
                 f"{name}={value!r} has no place in an npz file: Google's code has "
                 f"{' or '.join(map(repr, values))}; export to another format"
             )
-    logger.warning("an npz file holds no preprocessing: Google's code squashes images to %s", config.image_size)
+    if image_processor.resize_mode != "squash":
+        logger.warning(
+            "an npz file holds no preprocessing: Google's code squashes images to %s, where this processor has "
+            "resize_mode=%r",
+            config.image_size,
+            image_processor.resize_mode,
+        )

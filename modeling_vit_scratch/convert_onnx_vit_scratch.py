@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -206,7 +206,7 @@ def _layer_norm_eps(encoder: _Encoder) -> float:
     return values[0]
 
 
-def _position_interpolation(encoder: _Encoder, positions: _Positions) -> str:
+def _position_interpolation(encoder: _Encoder, positions: _Positions) -> Literal["bicubic", "bicubic_antialias"]:
     if positions.resize is None:
         return "bicubic"  # transformers' Dinov2
     options = {attribute.name: attribute for attribute in positions.resize.attribute}
@@ -223,8 +223,10 @@ def _position_interpolation(encoder: _Encoder, positions: _Positions) -> str:
 def _notes(encoder: _Encoder, positions: _Positions) -> list[str]:
     notes = ["an ONNX file holds no preprocessing: that of the DINOv2 release is assumed"]
     names = set(encoder.names_in_file.values())
-    if others := sorted(name for name in encoder.graph.parameters if "::" not in name and name not in names):
-        notes.append(f"left out, as they compute something from the features: {', '.join(others)}")
+    others = [name for name in encoder.graph.parameters if "::" not in name and name not in names]
+    if others:
+        parts = sorted({name.partition(".")[0] for name in others})
+        notes.append(f"left out what the file computes from the features: {len(others)} tensors of {', '.join(parts)}")
     if positions.resize is None:
         notes.append("the file is for one size of image: how positions are resampled to others is assumed, bicubic")
     return notes

@@ -1,13 +1,11 @@
-"""timm's VisionTransformer (the vit, deit and dinov2 names) into ViTScratch and back.
+"""timm's vit, deit and dinov2 checkpoints into ViTScratch and back, by one table of names for both ways.
 
-The network's shape is read off timm's own module, never off a name: whatever timm can build, a config.json with any
-model_args included, is either converted or refused by the part that has no place here. One table of names serves both
-ways. D hidden_size.
+timm itself builds the network and is the reference. D hidden_size, N patches, R register tokens.
 """
 
 import copy
-import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,37 +14,51 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .configuration_vit_scratch import ViTScratchConfig
 from .conversion_vit_scratch import Conversion, built, proof_dtype
-from .errors_vit_scratch import EnvironmentFault, InputError
+from .convert_timm_network_vit_scratch import (
+    POOLINGS,
+    activation_of,
+    import_timm,
+    load_timm_network,
+    network_of_shapes,
+    obstacles,
+    registered_network,
+    rename_release,
+)
+from .convert_timm_tensors_vit_scratch import fold_register_positions, tensors_of_timm, tensors_of_vit_scratch
+from .errors_vit_scratch import InputError
 from .image_processing_vit_scratch import ViTScratchImageProcessor
 from .modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel
 
 __all__ = ["from_timm", "read_timm_config", "to_timm"]
 
-# timm's class and its name in model_args, and transformers'.
-ACTIVATIONS = {
-    "GELU": ("gelu", "gelu"),
-    "GELUTanh": ("gelu_tanh", "gelu_pytorch_tanh"),
-    "QuickGELU": ("quick_gelu", "quick_gelu"),
-    "SiLU": ("silu", "silu"),
-    "ReLU": ("relu", "relu"),
+# timm's names of what HIDDEN_ACTS lists by class.
+ACT_LAYERS = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "silu": "silu",
+    "relu": "relu",
 }
-POOLINGS = {"token": "class_token", "avg": "mean", "map": "attention"}
 FILTERS = {"nearest": 0, "bilinear": 2, "bicubic": 3}  # Pillow's numbers
+RESIZE_MODES = {"center": "shorter", "squash": "squash", "border": "pad"}
 
-# Heads of timm's registered networks by width, where all of a width agree but vit_base_patch16_gap_224 (768: 16) and
-# the SigLIP giants (1536: 16, without SwiGLU, for which the heads must be given).
-HEADS = {
-    192: 3, 256: 4, 320: 5, 384: 6, 512: 8, 640: 10, 768: 12, 832: 13, 896: 14, 1024: 16, 1152: 16, 1280: 16,
-    1408: 16, 1536: 24, 1664: 16,
-}  # fmt: skip
-SIZES = {
-    192: "tiny", 384: "small", 512: "medium", 768: "base", 1024: "large", 1280: "huge", 1408: "giant",
-    1664: "gigantic",
-}  # fmt: skip
+SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge", 1408: "giant", 1664: "gigantic"}
 
-# What timm's eval transform does by default, and what the DeiT and DINOv2 releases say of their pixels.
-UNKNOWN_PIXELS = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "crop_pct": 0.9}
+# Of the eval transform of the DeiT, DINO and DINOv2 releases; and what timm's own networks mostly have.
 IMAGENET_PIXELS = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225), "crop_pct": 0.875}
+TIMM_PIXELS = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "crop_pct": 0.9}
+
+# Fields whose other values timm's VisionTransformer has nothing for. An eps is no argument that JSON can hold; two are
+# those of registered architectures.
+FITTING: dict[str, tuple[Any, ...]] = {
+    "stem_depths": (None,),
+    "position_embedding_type": ("none", "learned_1d"),
+    "position_embedding_placement": ("stem",),
+    "pooling": tuple(POOLINGS.values()),
+    "representation_size": (None,),
+    "layer_norm_eps": (1e-6, 1e-5),
+    "hidden_act": tuple(ACT_LAYERS),
+}
 
 
 def from_timm(
@@ -59,44 +71,46 @@ def from_timm(
     num_attention_heads: int | None = None,
     image_size: int | list[int] | None = None,
 ) -> Conversion:
-    """Returns timm's network, or a DeiT, DINO or DINOv2 release in nearly its names, as a ViTScratch.
+    """Returns a network of timm's, or a DeiT, DINO or DINOv2 release in nearly its names, as a ViTScratch.
 
     Args:
         state_dict: the checkpoint's tensors.
         source: its name, for messages.
-        architecture: timm's name, as in the repo's config.json; None: the shape is told by the tensors.
-        pretrained_cfg: preprocessing and label_names of config.json.
-        model_args: changes to the architecture's own arguments.
-        num_attention_heads: for a state dict without architecture, whose tensors do not tell it.
-        image_size: pixels, or [height, width]; for a state dict without architecture whose grid is no square.
+        architecture: timm's name, as in a repo's config.json; None: names and shapes of the tensors tell the network.
+        pretrained_cfg: preprocessing and label_names, as in config.json.
+        model_args: what differs from the architecture's own arguments, as in config.json.
+        num_attention_heads: without architecture, where the width does not tell.
+        image_size: pixels, or [height, width]; without architecture, where the grid is no square.
 
     Raises:
         InputError: the network has a part that has no place here, or the tensors are not its.
-        EnvironmentFault: timm is not installed; it builds the network and is the reference.
+        EnvironmentFault: timm is not installed.
     """
-    state, notes = dict(state_dict), list[str]()
+    notes: list[str] = []
     if architecture is None:
-        pretrained_cfg = pretrained_cfg or _assumed_pixels(state, notes)
-        _rename_release(state, notes)
-        arguments = _inferred_arguments(state, num_attention_heads, image_size, source, notes)
-        peer = _build(source, None, arguments)
+        state = rename_release(state_dict, notes)
+        pixels = pretrained_cfg or _assumed_pixels(state_dict, notes)
+        network = network_of_shapes(
+            state, source=source, num_attention_heads=num_attention_heads, image_size=image_size, notes=notes
+        )
     else:
-        num_classes = len(state["head.weight"]) if "head.weight" in state else 0
-        arguments = {**(model_args or {}), "num_classes": num_classes}
-        peer = _build(source, architecture, arguments, pretrained_cfg)
-    if problems := list(_obstacles(peer)):
-        raise InputError(f"{source}: timm's {architecture or 'VisionTransformer'} has {'; '.join(problems)}")
-    _load(peer, state, source)
-    _fold_register_positions(peer, notes)
-    fields = _fields(peer, notes)
-    config = ViTScratchConfig(**fields, **_labels(peer, pretrained_cfg or {}, notes))
-    model_class = ViTScratchForImageClassification if peer.num_classes else ViTScratchModel
-    model = built(model_class, config, _to_ours(peer.state_dict(), config, bool(peer.num_classes)), source)
+        state, pixels = dict(state_dict), pretrained_cfg or {}
+        arguments = {**(model_args or {}), "num_classes": len(state.get("head.weight", ()))}
+        network = registered_network(architecture, arguments, pixels, source)
+    if found := list(obstacles(network)):
+        raise InputError(f"{source}: timm's {architecture or type(network).__name__} has {'; '.join(found)}")
+    load_timm_network(network, state, source)
+    fold_register_positions(network, notes)
+    config = ViTScratchConfig(**_fields(network, notes), **_label_fields(network, pixels, notes))
+    model_class = ViTScratchForImageClassification if network.num_classes else ViTScratchModel
+    model = built(
+        model_class, config, tensors_of_vit_scratch(network.state_dict(), config, network.num_classes > 0), source
+    )
     return Conversion(
         source=source,
         model=model,
-        image_processor=_image_processor(config, pretrained_cfg or {}, notes),
-        reference=_reference(peer),
+        image_processor=_image_processor(config, pixels, notes),
+        reference=_reference(network),
         reference_dtype=proof_dtype(model),
         notes=notes,
     )
@@ -104,205 +118,98 @@ def from_timm(
 
 def read_timm_config(config: dict[str, Any]) -> dict[str, Any]:
     """Returns architecture, pretrained_cfg and model_args of a timm repo's config.json, as `from_timm` takes them."""
-    pretrained_cfg = dict(config.get("pretrained_cfg") or config)  # older repos have one dictionary for everything
-    labels = config.get("label_names", config.get("labels"))
-    if labels is not None:
+    pretrained_cfg = dict(config.get("pretrained_cfg", config))  # older repos have one dictionary for all
+    if (labels := config.get("label_names", config.get("labels"))) is not None:
         pretrained_cfg["label_names"] = labels
-    architecture = config.get("architecture", pretrained_cfg.get("architecture"))
-    return {"architecture": architecture, "pretrained_cfg": pretrained_cfg, "model_args": config.get("model_args")}
+    return {
+        "architecture": config["architecture"],
+        "pretrained_cfg": pretrained_cfg,
+        "model_args": config.get("model_args") or {},
+    }
 
 
-# timm's module
+def to_timm(
+    model: PreTrainedModel, image_processor: ViTScratchImageProcessor
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns state dict and config of a folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` loads.
 
+    The files are model.safetensors and config.json.
 
-def _timm(source: str) -> Any:
-    try:
-        import timm
-    except ImportError as error:
-        raise EnvironmentFault(f"{source}: timm builds its networks itself and is not installed; pip install timm") from error
-    return timm
-
-
-def _build(
-    source: str, architecture: str | None, arguments: dict[str, Any], pretrained_cfg: dict[str, Any] | None = None
-) -> Any:
-    """Returns timm's module without storage, ready for images of any size."""
-    timm = _timm(source)
-    try:
-        with torch.device("meta"):
-            if architecture is None:
-                return _class_for(arguments)(**arguments, dynamic_img_size=True)
-            if not timm.is_model(architecture.partition(".")[0]):
-                raise InputError(f"{source}: architecture={architecture!r} is none of timm {timm.__version__}; upgrade it")
-            from timm.models import PretrainedCfg
-
-            known = PretrainedCfg.__dataclass_fields__
-            cfg = {name: value for name, value in (pretrained_cfg or {}).items() if name in known}
-            return timm.create_model(
-                architecture, pretrained_cfg=cfg or None, **{**arguments, "dynamic_img_size": True}
-            )
-    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        if isinstance(error, InputError):
-            raise
+    Raises:
+        InputError: names the field whose value timm has nothing for.
+        EnvironmentFault: timm is not installed; it says which architectures there are.
+    """
+    config = model.config
+    has_head = isinstance(model, ViTScratchForImageClassification)
+    if not has_head and not isinstance(model, ViTScratchModel):
         raise InputError(
-            f"{source}: timm {timm.__version__} does not build a VisionTransformer of architecture={architecture!r} "
-            f"and {arguments}: {_line(error)}"
-        ) from error
-
-
-def _class_for(arguments: dict[str, Any]) -> Any:
-    from timm.models.deit import VisionTransformerDistilled
-    from timm.models.vision_transformer import VisionTransformer
-
-    return VisionTransformerDistilled if arguments.pop("distilled", False) else VisionTransformer
-
-
-def _load(peer: Any, state: dict[str, Tensor], source: str) -> None:
-    try:
-        peer.load_state_dict(state, strict=True, assign=True)
-    except RuntimeError as error:
-        raise InputError(f"{source} does not hold the tensors of its network: {_line(error)}") from error
-    peer.eval().requires_grad_(False)
-
-
-def _line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 400 else f"{text[:397]}..."
-
-
-def _reference(peer: Any) -> Callable[[Tensor], dict[str, Tensor]]:
-    @torch.no_grad()
-    def reference(pixel_values: Tensor) -> dict[str, Tensor]:
-        model = copy.deepcopy(peer).to(pixel_values.device, pixel_values.dtype)
-        features = model.forward_features(pixel_values)
-        outputs = {"last_hidden_state": features}
-        if model.num_classes:
-            outputs["logits"] = model.forward_head(features)
-        elif model.global_pool and getattr(model, "dist_token", None) is None:
-            outputs["pooler_output"] = model.forward_head(features, pre_logits=True)
-        return outputs
-
-    return reference
-
-
-# What has no place here
-
-
-def _obstacles(peer: Any) -> Iterator[str]:
-    from timm.models import deit
-    from timm.models import vision_transformer as vit
-
-    if type(peer) not in (vit.VisionTransformer, deit.VisionTransformerDistilled):
-        yield f"the class {type(peer).__name__}; VisionTransformer and VisionTransformerDistilled are converted"
-        return
-    if hasattr(peer.patch_embed, "backbone"):
-        yield (
-            "a patch_embed.backbone: of timm's ResNet stems the standardised convolutions divide by sqrt(var + 1e-8) "
-            "and the GroupNorms have eps 1e-5, where the official code has std + 1e-5 and 1e-6, and logits move by "
-            "up to 0.4; convert the official .npz instead"
+            f"{type(model).__name__} is no class of timm's; load it as a ViTScratchForImageClassification"
         )
-        return
-    if type(peer.patch_embed) is not vit.PatchEmbed or not isinstance(peer.patch_embed.norm, nn.Identity):
-        yield f"embed_layer={type(peer.patch_embed).__name__} or a norm in it; only a plain PatchEmbed has a place"
-    if not isinstance(peer.norm_pre, nn.Identity):
-        yield "pre_norm=True (norm_pre, a norm before the first block), as CLIP has"
-    yield from _obstacles_of_blocks(peer)
-    yield from _obstacles_of_pooling(peer)
-    norms = {name: module for name, module in peer.named_modules() if "norm" in name.rpartition(".")[2]}
-    norms = {name: module for name, module in norms.items() if not isinstance(module, nn.Identity)}
-    kinds = {type(module).__name__ for module in norms.values()}
-    if kinds - {"LayerNorm"} or len({module.eps for module in norms.values()}) > 1:
-        yield f"norm_layer of {', '.join(sorted(kinds))} or of several eps; LayerNorms of one eps have a place"
-
-
-def _obstacles_of_blocks(peer: Any) -> Iterator[str]:
-    from timm.layers import GluMlp
-    from timm.models import vision_transformer as vit
-
-    block = peer.blocks[0]
-    if type(block) is not vit.Block:
-        yield f"block_fn={type(block).__name__}; only Block has a place"
-        return
-    attention, mlp = block.attn, block.mlp
-    is_swiglu = type(mlp) is GluMlp and not mlp.gate_last and isinstance(mlp.act, nn.SiLU)
-    if type(attention) is not vit.Attention or getattr(attention, "gate", None) is not None:
-        yield f"attn_layer={type(attention).__name__}, or a gate in it; only a plain Attention has a place"
-    elif not isinstance(getattr(attention, "norm", nn.Identity()), nn.Identity):
-        yield "scale_attn_norm=True"
-    if type(mlp) is not vit.Mlp and not is_swiglu:
-        yield f"mlp_layer={type(mlp).__name__}; Mlp and SwiGLUPacked have a place"
-    elif not isinstance(mlp.norm, nn.Identity):
-        yield "scale_mlp_norm=True"
-    elif _hidden_act(mlp.act) is None:
-        yield f"act_layer={type(mlp.act).__name__}; {', '.join(ACTIVATIONS)} have a place"
-    if mlp.fc2.bias is None:
-        yield "proj_bias=False"
-    if is_swiglu and peer.global_pool == "map":
-        yield "global_pool='map' beside a SwiGLU, where only one of the MLPs is gated"
-
-
-def _obstacles_of_pooling(peer: Any) -> Iterator[str]:
-    prefix, norms = peer.num_prefix_tokens, [not isinstance(norm, nn.Identity) for norm in (peer.norm, peer.fc_norm)]
-    if peer.global_pool not in POOLINGS and (peer.num_classes or peer.global_pool):
-        yield f"global_pool={peer.global_pool!r}; {', '.join(POOLINGS)} have a place"
-    if not any(norms):
-        yield "final_norm=False"
-    if norms[1] and peer.global_pool != "avg":
-        yield f"fc_norm=True with global_pool={peer.global_pool!r}; it has a place with 'avg'"
-    if prefix and peer.global_pool == "avg" and peer.pool_include_prefix:
-        yield "pool_include_prefix=True; the mean here is that of the patch tokens"
-    if prefix and peer.global_pool == "map" and not peer.pool_include_prefix:
-        yield f"pool_include_prefix=False with {prefix} tokens before the patches; attention pooling here reads all"
-    if getattr(peer, "dist_token", None) is not None and peer.num_reg_tokens:
-        yield "reg_tokens beside a dist_token"
-
-
-def _hidden_act(act: nn.Module) -> str | None:
-    if getattr(act, "approximate", "none") == "tanh":
-        return "gelu_pytorch_tanh"
-    return ACTIVATIONS.get(type(act).__name__, (None, None))[1]
+    _check_fitting(config, has_head)
+    _check_fitting_pixels(config, image_processor)
+    exported = {
+        "architecture": _nearest_architecture(config),
+        "num_classes": config.num_labels if has_head else 0,
+        "num_features": config.hidden_size,
+        "global_pool": _global_pool(config),
+        "model_args": _model_args(config),
+        "pretrained_cfg": _pretrained_cfg(config, image_processor, has_head),
+    }
+    names = list((config.id2label or {}).values())
+    if has_head and not all(re.fullmatch(r"LABEL_\d+", name) for name in names):
+        exported["label_names"] = names
+    return tensors_of_timm(model.state_dict(), config, has_head), exported
 
 
 # From timm
 
 
-def _fields(peer: Any, notes: list[str]) -> dict[str, Any]:
-    """Returns the fields of our config that hold timm's module."""
-    block, embed = peer.blocks[0], peer.patch_embed
-    has_class_token, has_scale = peer.cls_token is not None, not isinstance(block.ls1, nn.Identity)
-    is_swiglu = type(block.mlp).__name__ == "GluMlp"
-    if not peer.global_pool:
-        notes.append("global_pool='' leaves the pooling open: pooler_output is the class token, or else the mean")
-    pooling = POOLINGS.get(peer.global_pool, "class_token" if has_class_token else "mean")
-    dropouts = {peer.pos_drop.p, block.attn.proj_drop.p, block.mlp.drop1.p, block.mlp.drop2.p}
-    if len(dropouts) > 1 or peer.head_drop.p:
-        notes.append("dropout: pos_drop_rate unlike proj_drop_rate, or a drop_rate before the head, is left out")
+def _reference(network: Any) -> Callable[[Tensor], dict[str, Tensor]]:
+    @torch.no_grad()
+    def reference(pixel_values: Tensor) -> dict[str, Tensor]:
+        original = copy.deepcopy(network).to(pixel_values.device, pixel_values.dtype)
+        features = original.forward_features(pixel_values)
+        outputs = {"last_hidden_state": features}
+        if original.num_classes:
+            outputs["logits"] = original.forward_head(features)
+        elif original.global_pool and getattr(original, "dist_token", None) is None:
+            outputs["pooler_output"] = original.forward_head(features, pre_logits=True)
+        return outputs
+
+    return reference
+
+
+def _fields(network: Any, notes: list[str]) -> dict[str, Any]:
+    """Returns the fields of our config for a network of timm's without obstacles."""
+    block, embed, has_class_token = network.blocks[0], network.patch_embed, network.cls_token is not None
+    if not network.global_pool:
+        notes.append("global_pool='' pools nothing: pooler_output is the class token here, or the mean without one")
     return {
         "image_size": _side_or_sides(embed.img_size),
         "patch_size": _side_or_sides(embed.patch_size),
         "num_channels": embed.proj.in_channels,
         "hidden_size": embed.proj.out_channels,
-        "num_hidden_layers": len(peer.blocks),
+        "num_hidden_layers": len(network.blocks),
         "num_attention_heads": block.attn.num_heads,
         "intermediate_size": block.mlp.fc2.in_features,
-        "hidden_act": _hidden_act(block.mlp.act),
-        "mlp_type": "swiglu" if is_swiglu else "mlp",
+        "hidden_act": activation_of(block.mlp.act),
+        "mlp_type": "mlp" if block.mlp.fc1.out_features == block.mlp.fc2.in_features else "swiglu",
         "layer_norm_eps": block.norm1.eps,
-        "hidden_dropout_prob": dropouts.pop() if len(dropouts) == 1 else 0.0,
         "attention_probs_dropout_prob": block.attn.attn_drop.p,
-        "drop_path_rate": getattr(peer.blocks[-1].drop_path1, "drop_prob", 0.0),
-        "patch_dropout_rate": getattr(peer.patch_drop, "prob", 0.0),
+        "hidden_dropout_prob": _hidden_dropout_prob(network, notes),
+        "drop_path_rate": getattr(network.blocks[-1].drop_path1, "drop_prob", 0.0),
+        "patch_dropout_rate": getattr(network.patch_drop, "prob", 0.0),
         "qkv_bias": block.attn.qkv.bias is not None,
         "qk_norm": not isinstance(block.attn.q_norm, nn.Identity),
-        "layer_scale_init": block.ls1.init_values if has_scale else None,
-        "position_embedding_type": "none" if peer.pos_embed is None else "learned_1d",
-        "class_token_position": peer.pos_embed is None or not (peer.no_embed_class and has_class_token),
+        "layer_scale_init": getattr(block.ls1, "init_values", None),
+        "position_embedding_type": "none" if network.pos_embed is None else "learned_1d",
+        "class_token_position": network.pos_embed is None or not (network.no_embed_class and has_class_token),
         "position_interpolation": "bicubic_antialias",
         "use_class_token": has_class_token,
-        "use_distillation_token": getattr(peer, "dist_token", None) is not None,
-        "num_register_tokens": peer.num_reg_tokens,
-        "pooling": pooling,
-        "final_norm": "before_pooling" if isinstance(peer.fc_norm, nn.Identity) else "after_pooling",
+        "use_distillation_token": getattr(network, "dist_token", None) is not None,
+        "num_register_tokens": network.num_reg_tokens,
+        "pooling": POOLINGS.get(network.global_pool, "class_token" if has_class_token else "mean"),
+        "final_norm": "before_pooling" if isinstance(network.fc_norm, nn.Identity) else "after_pooling",
     }
 
 
@@ -310,67 +217,178 @@ def _side_or_sides(size: tuple[int, int]) -> int | list[int]:
     return size[0] if size[0] == size[1] else list(size)
 
 
-def _labels(peer: Any, pretrained_cfg: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    if not peer.num_classes:
+def _hidden_dropout_prob(network: Any, notes: list[str]) -> float:
+    block = network.blocks[0]
+    rates = {network.pos_drop.p, block.attn.proj_drop.p, block.mlp.drop1.p, block.mlp.drop2.p}
+    if network.head_drop.p:
+        notes.append(f"drop_rate={network.head_drop.p} before the head is left out; it is for training only")
+    if len(rates) > 1:
+        notes.append("pos_drop_rate and proj_drop_rate differ and are left out; they are for training only")
+        return 0.0
+    return rates.pop()
+
+
+def _label_fields(network: Any, pixels: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    if not network.num_classes:
         return {}
-    names = pretrained_cfg.get("label_names") or []
-    objective = {"problem_type": "multi_label_classification"} if peer.num_classes == 1 else {}
-    if len(names) == peer.num_classes == len(set(names)):
-        return {**objective, "id2label": {index: str(name) for index, name in enumerate(names)}}
-    if names:
-        notes.append(f"label_names: {len(names)} names, {len(set(names))} unlike, for {peer.num_classes} classes; left out")
-    return {**objective, "num_labels": peer.num_classes}
-
-
-def _fold_register_positions(peer: Any, notes: list[str]) -> None:
-    """Moves the position rows of register tokens, which have none here, into the tokens: on both sides of the proof."""
-    if peer.reg_token is None or peer.pos_embed is None or peer.no_embed_class:
-        return
-    first = peer.num_prefix_tokens - peer.num_reg_tokens
-    rows = slice(first, peer.num_prefix_tokens)
-    if not peer.pos_embed[:, rows].any():  # so that -0.0 stays what it is
-        return
-    peer.reg_token = nn.Parameter(peer.reg_token + peer.pos_embed[:, rows], requires_grad=False)
-    peer.pos_embed = nn.Parameter(peer.pos_embed.clone(), requires_grad=False)
-    peer.pos_embed[:, rows] = 0
-    notes.append("the register tokens' position embeddings were added to the tokens, rounded to the stored dtype")
-
-
-def _image_processor(
-    config: PreTrainedConfig, pretrained_cfg: dict[str, Any], notes: list[str]
-) -> ViTScratchImageProcessor:
-    from timm.data import resolve_data_config
-
-    height, width = config.image_height_width
-    size = {"input_size": (config.num_channels, height, width)}
-    pixels = resolve_data_config(pretrained_cfg={**size, **pretrained_cfg})
-    mode, crop_pct = pixels["crop_mode"], pixels["crop_pct"]
-    fields: dict[str, Any] = {
-        "size": dict(zip(("height", "width"), pixels["input_size"][1:], strict=True)),
-        "resample": FILTERS.get(pixels["interpolation"], FILTERS["bicubic"]),
-        "image_mean": list(pixels["mean"]),
-        "image_std": list(pixels["std"]),
-        "resize_mode": {"squash": "squash", "border": "pad"}.get(mode, "shorter"),
-    }
-    if fields["resize_mode"] == "shorter":
-        fields["crop_pct"] = crop_pct
-    elif crop_pct != 1:
-        notes.append(f"preprocessing: crop_mode={mode!r} is kept, its crop_pct={crop_pct} is not")
-    if fields["resize_mode"] == "pad":
-        fields["alpha_background"] = [round(255 * mean) for mean in fields["image_mean"]]
-    if pixels["interpolation"] not in FILTERS:
-        notes.append(f"preprocessing: interpolation={pixels['interpolation']!r} became bicubic")
-    return ViTScratchImageProcessor.from_config(config, **fields)
-
-
-# A state dict without architecture
+    fields: dict[str, Any] = {"num_labels": network.num_classes}
+    if network.num_classes == 1:
+        fields["problem_type"] = "multi_label_classification"  # a softmax over one class is always 1
+    names = [str(name) for name in pixels.get("label_names") or ()]
+    if len(names) == len(set(names)) == network.num_classes:
+        fields["id2label"] = dict(enumerate(names))
+    elif names:
+        notes.append(f"label_names are left out: {len(set(names))} different ones for {network.num_classes} classes")
+    return fields
 
 
 def _assumed_pixels(state: Mapping[str, Tensor], notes: list[str]) -> dict[str, Any]:
     is_release = bool({"mask_token", "register_tokens", "dist_token"} & state.keys())
-    notes.append(
-        "a state dict holds no preprocessing: that of the DeiT and DINOv2 releases is assumed"
-        if is_release
-        else "a state dict holds no preprocessing: mean and std of 0.5 are assumed; DeiT and DINO have ImageNet's"
+    whose = (
+        "of the DeiT and DINOv2 releases" if is_release else "of timm's ViT (mean and std 0.5; DeiT and DINO differ)"
     )
-    return IMAGENET_PIXELS if is_release else UNKNOWN_PIXELS
+    notes.append(f"a state dict holds no preprocessing: that {whose} is assumed")
+    return IMAGENET_PIXELS if is_release else TIMM_PIXELS
+
+
+def _image_processor(
+    config: PreTrainedConfig, pixels: Mapping[str, Any], notes: list[str]
+) -> ViTScratchImageProcessor:
+    from timm.data import resolve_data_config
+
+    default = {"input_size": (config.num_channels, *config.image_height_width)}
+    data = resolve_data_config(pretrained_cfg={**default, **pixels})
+    height, width = data["input_size"][1:]
+    fields: dict[str, Any] = {
+        "size": {"height": height, "width": width},
+        "resize_mode": RESIZE_MODES.get(data["crop_mode"], "shorter"),  # timm takes any other word for center
+        "resample": FILTERS.get(data["interpolation"], FILTERS["bicubic"]),
+        "image_mean": list(data["mean"]),
+        "image_std": list(data["std"]),
+    }
+    if len(data["mean"]) != config.num_channels:  # timm leaves RGB's where in_chans was changed
+        fields |= {f"image_{name}": sum(data[name]) / len(data[name]) for name in ("mean", "std")}
+        notes.append(f"mean and std of {len(data['mean'])} channels are averaged for in_chans={config.num_channels}")
+    if data["interpolation"] not in FILTERS:
+        notes.append(f"interpolation={data['interpolation']!r} is no filter here: bicubic takes its place")
+    if fields["resize_mode"] == "shorter":
+        fields["crop_pct"] = data["crop_pct"]
+    elif data["crop_pct"] != 1:
+        notes.append(f"crop_pct={data['crop_pct']} is left out: crop_mode={data['crop_mode']!r} does not crop here")
+    if fields["resize_mode"] == "pad":
+        fields["alpha_background"] = [round(255 * mean) for mean in data["mean"]]
+    return ViTScratchImageProcessor.from_config(config, **fields)
+
+
+# To timm
+
+
+def _check_fitting(config: PreTrainedConfig, has_head: bool) -> None:
+    for name, values in FITTING.items():
+        if (value := getattr(config, name)) not in values and not (
+            name == "hidden_act" and config.mlp_type == "swiglu"
+        ):
+            listed = ", ".join(map(repr, values))
+            raise InputError(f"{name}={value!r} does not fit timm's VisionTransformer, which has {listed}")
+    if has_head and config.problem_type != "single_label_classification" and len(config.id2label or {}) > 1:
+        raise InputError(f"problem_type={config.problem_type!r} does not fit timm, whose config holds no objective")
+    if config.mlp_type == "swiglu" and config.pooling == "attention":
+        raise InputError("mlp_type='swiglu' does not fit timm's global_pool='map', whose own MLP is not gated")
+    if config.mlp_type == "swiglu" and config.layer_norm_eps != 1e-6:
+        raise InputError(
+            f"layer_norm_eps={config.layer_norm_eps} does not fit timm's networks with SwiGLU, all of 1e-6"
+        )
+    if not config.use_distillation_token:
+        return
+    for name, value in {
+        "mlp_type": "mlp",
+        "layer_norm_eps": 1e-6,
+        "position_embedding_type": "learned_1d",
+        "class_token_position": True,
+        "num_register_tokens": 0,
+    }.items():
+        if getattr(config, name) != value:
+            raise InputError(
+                f"{name}={getattr(config, name)!r} does not fit timm's distilled networks, which have {value!r}"
+            )
+
+
+def _check_fitting_pixels(config: PreTrainedConfig, image_processor: ViTScratchImageProcessor) -> None:
+    size = (image_processor.size["height"], image_processor.size["width"])
+    if size != config.image_height_width:
+        raise InputError(
+            f"size={image_processor.size} of the image processor does not fit timm, where it is the network's own: "
+            f"image_size={config.image_size}; call resize_input(image_size=...) first"
+        )
+    if image_processor.resize_mode not in ("squash", "shorter"):
+        raise InputError(
+            f"resize_mode={image_processor.resize_mode!r} does not fit timm, which has squash and shorter"
+        )
+
+
+def _nearest_architecture(config: PreTrainedConfig) -> str:
+    """Returns a registered name whose arguments are those of the network, or can be set to them in model_args."""
+    size, (patch, _), (image, _) = SIZES.get(config.hidden_size), config.patch_height_width, config.image_height_width
+    if config.mlp_type == "swiglu":  # the rest is set by name, which no argument in JSON can
+        return "vit_giant_patch14_dinov2"
+    if config.layer_norm_eps != 1e-6:
+        return "vit_base_patch16_clip_224"
+    kind = "deit_{}_distilled" if config.use_distillation_token else "vit_{}"
+    is_model = import_timm("to_timm").is_model
+    names = [f"{kind.format(size)}_patch{patch}_{image}", f"{kind.format(size)}_patch16_224"]
+    return next(filter(is_model, names), f"{kind.format('base')}_patch16_224")
+
+
+def _global_pool(config: PreTrainedConfig) -> str:
+    return next(theirs for theirs, ours in POOLINGS.items() if ours == config.pooling)
+
+
+def _model_args(config: PreTrainedConfig) -> dict[str, Any]:
+    has_swiglu = config.mlp_type == "swiglu"
+    ratio = config.intermediate_size * (2 if has_swiglu else 1) / config.hidden_size
+    return {
+        "img_size": list(config.image_height_width),
+        "patch_size": list(config.patch_height_width),
+        "in_chans": config.num_channels,
+        "global_pool": _global_pool(config),
+        "embed_dim": config.hidden_size,
+        "depth": config.num_hidden_layers,
+        "num_heads": config.num_attention_heads,
+        "mlp_ratio": ratio if ratio == int(ratio) else ratio + 0.5 / config.hidden_size,  # int(ratio * D) in timm
+        "qkv_bias": config.qkv_bias,
+        "qk_norm": config.qk_norm,
+        "init_values": config.layer_scale_init or 0.0,
+        "class_token": bool(config.use_class_token),
+        "pos_embed": "none" if config.position_embedding_type == "none" else "learn",
+        "no_embed_class": config.num_prefix_positions == 0,
+        "reg_tokens": config.num_register_tokens,
+        "pre_norm": False,
+        "fc_norm": config.final_norm == "after_pooling",
+        "pool_include_prefix": config.pooling == "attention",
+        "act_layer": "silu" if has_swiglu else ACT_LAYERS[config.hidden_act],
+        "pos_drop_rate": config.hidden_dropout_prob,
+        "proj_drop_rate": config.hidden_dropout_prob,
+        "attn_drop_rate": config.attention_probs_dropout_prob,
+        "patch_drop_rate": config.patch_dropout_rate,
+        "drop_path_rate": config.drop_path_rate,
+    }
+
+
+def _pretrained_cfg(
+    config: PreTrainedConfig, image_processor: ViTScratchImageProcessor, has_head: bool
+) -> dict[str, Any]:
+    shorter = image_processor.resize_mode == "shorter"
+    return {
+        "custom_load": False,
+        "input_size": [config.num_channels, *config.image_height_width],
+        "fixed_input_size": True,
+        "interpolation": next(name for name, number in FILTERS.items() if number == image_processor.resample),
+        "crop_pct": image_processor.crop_pct if shorter else 1.0,
+        "crop_mode": "center" if shorter else "squash",
+        "mean": image_processor.image_mean,
+        "std": image_processor.image_std,
+        "num_classes": config.num_labels if has_head else 0,
+        "pool_size": None,
+        "first_conv": "patch_embed.proj",
+        "classifier": ["head", "head_dist"] if config.use_distillation_token else "head",
+    }

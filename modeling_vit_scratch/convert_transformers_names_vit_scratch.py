@@ -20,6 +20,7 @@ __all__ = [
     "decoder_tensors",
     "encoder_fields",
     "encoder_tensors",
+    "height_width",
     "label_fields",
     "without_distillation",
 ]
@@ -114,8 +115,8 @@ def _fields_of_dino(config: PreTrainedConfig, source: str) -> tuple[dict[str, An
     notes = []
     if config.drop_path_rate:
         notes.append(
-            f"drop_path_rate={config.drop_path_rate} grows linearly from 0 over the layers, in training: transformers' "
-            "is the same in every layer"
+            f"drop_path_rate={config.drop_path_rate} grows linearly from 0 over the layers, in training; that of "
+            "transformers is the same in every layer"
         )
     if config.model_type != "dinov2":
         fields["num_register_tokens"] = config.num_register_tokens
@@ -127,8 +128,8 @@ def _fields_of_dino(config: PreTrainedConfig, source: str) -> tuple[dict[str, An
 
 
 def _fields_of_dinov2(config: PreTrainedConfig, source: str) -> tuple[dict[str, Any], list[str]]:
-    height, width = _height_width(config.image_size)
-    patch_height, patch_width = _height_width(config.patch_size)
+    height, width = height_width(config.image_size)
+    patch_height, patch_width = height_width(config.patch_size)
     if height // patch_height != width // patch_width:
         raise InputError(
             f"{source}: image_size={config.image_size} with patch_size={config.patch_size} is a grid that is not "
@@ -148,8 +149,8 @@ def _fields_of_dinov2(config: PreTrainedConfig, source: str) -> tuple[dict[str, 
         fields["position_interpolation"] = "bicubic_antialias"
     if config.hidden_dropout_prob:
         return fields, [
-            f"hidden_dropout_prob={config.hidden_dropout_prob} is left out: there it acts on the embeddings alone, here "
-            "it would act in every layer"
+            f"hidden_dropout_prob={config.hidden_dropout_prob} is left out: it acts on the embeddings alone there, "
+            "and would act in every layer here"
         ]
     return fields, []
 
@@ -165,8 +166,8 @@ def _fields_of_dinov3(config: PreTrainedConfig, source: str) -> tuple[dict[str, 
     if config.use_gated_mlp:
         if config.hidden_act not in ("silu", "swish"):
             raise InputError(
-                f"{source}: use_gated_mlp=True with hidden_act={config.hidden_act!r} has no counterpart; the gated MLP "
-                "here is SwiGLU, whose hidden_act is 'silu'"
+                f"{source}: use_gated_mlp=True with hidden_act={config.hidden_act!r} has no counterpart; the gated "
+                "MLP here is SwiGLU, whose hidden_act is 'silu'"
             )
         fields |= {"mlp_type": "swiglu", "hidden_act": "silu"}
     augmented = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
@@ -217,13 +218,13 @@ def label_fields(config: PreTrainedConfig, source: str) -> tuple[dict[str, Any],
     for index, name in shared.items():
         labels[index] = f"{name} ({index})"
     if shared:
-        notes.append(f"class names that stand more than once got their number: {', '.join(sorted(set(shared.values())))}")
+        notes.append(
+            f"class names that stand more than once got their number: {', '.join(sorted(set(shared.values())))}"
+        )
     return {"id2label": labels, "problem_type": problem_type}, notes
 
 
-def encoder_tensors(
-    config: PreTrainedConfig, state_dict: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], list[str]]:
+def encoder_tensors(config: PreTrainedConfig, state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """Returns the tensors of a loaded encoder by our names, and notes on those left out or filled in."""
     renamings = _RENAMINGS[config.model_type]
     notes = []
@@ -235,9 +236,9 @@ def encoder_tensors(
     if config.model_type == "siglip_vision_model":
         tensors["embeddings.position_embeddings"] = tensors["embeddings.position_embeddings"].unsqueeze(0)
         _split_pooling_attention(tensors)
+    if getattr(config, "num_register_tokens", None) == 0:
+        del tensors["embeddings.register_tokens"]  # of no rows
     if config.model_type == "dinov3_vit":
-        if config.num_register_tokens == 0:
-            del tensors["embeddings.register_tokens"]  # of no rows
         notes += _fill_biases(config, tensors)
     if config.model_type == "vit_mae":
         notes.append(
@@ -302,9 +303,9 @@ def _fill_biases(config: PreTrainedConfig, tensors: dict[str, Tensor]) -> list[s
 
 
 def _whole_patches(config: PreTrainedConfig) -> tuple[int | list[int], list[str]]:
-    patches = _height_width(config.patch_size)
-    sides = [pixels - pixels % patch for pixels, patch in zip(_height_width(config.image_size), patches, strict=True)]
-    if tuple(sides) == _height_width(config.image_size):
+    patches = height_width(config.patch_size)
+    sides = [pixels - pixels % patch for pixels, patch in zip(height_width(config.image_size), patches, strict=True)]
+    if tuple(sides) == height_width(config.image_size):
         return _size(config.image_size), []
     size = sides[0] if sides[0] == sides[1] else sides
     return size, [f"image_size={config.image_size} is {size} here: whole patches of {config.patch_size}"]
@@ -314,5 +315,5 @@ def _size(size: int | list[int] | tuple[int, int]) -> int | list[int]:
     return size if isinstance(size, int) else list(size)
 
 
-def _height_width(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
+def height_width(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])

@@ -57,10 +57,11 @@ def from_transformers_processor(
         config: ours, of the converted model.
     """
     files = [folder / name for name in PROCESSOR_FILES if (folder / name).is_file()]
-    if not files:
-        fields, notes = _PUBLISHED[model_type], [
-            f"there is no {PROCESSOR_FILES[0]}: assumed is the preprocessing of the published {model_type} checkpoints"
-        ]
+    if files:
+        fields, notes = (
+            _PUBLISHED[model_type],
+            [f"there is no {PROCESSOR_FILES[0]}: that of the published {model_type} checkpoints is assumed"],
+        )
     else:
         fields, notes = _fields_of(_stored_processor(files[0]), files[0])
     processor = ViTScratchImageProcessor.from_config(config, **fields)
@@ -92,7 +93,7 @@ def _fields_of(processor: Any, file: Path) -> tuple[dict[str, Any], list[str]]:
         fields["resample"] = 2 if processor.resample is None else int(processor.resample)
         if type(processor).__name__ == "DINOv3ViTImageProcessor":
             notes.append(
-                "images are resized in 8 bit: transformers' DINOv3 processor resizes in floats, up to half a grey level "
+                "images are resized in 8 bit: transformers' DINOv3 processor resizes in floats, up to a grey level "
                 "away"
             )
     return fields | _statistics(processor), notes
@@ -110,16 +111,16 @@ def _fields_of_size(processor: Any, file: Path, notes: list[str]) -> dict[str, A
         if crop is None or _pair(crop) == _pair(size):
             return {"resize_mode": "squash", "size": {"height": size["height"], "width": size["width"]}}
         notes.append(
-            f"size={size['height']}x{size['width']} with crop_size={crop['height']}x{crop['width']}: images keep their "
-            "aspect before the crop, as in the original code; transformers squashes them, and only square images come "
-            "out the same"
+            f"size={size['height']}x{size['width']} with crop_size={crop['height']}x{crop['width']}: images keep "
+            "their aspect before the crop, as in the original code; transformers squashes them, and only square "
+            "images come out the same"
         )
         cover = _pair(size)
     elif set(size) == {"shortest_edge"} and crop:
         cover = (size["shortest_edge"], size["shortest_edge"])
         notes.append(
-            "the centre crop rounds half a pixel to even, as torchvision does; transformers rounds it down, so that it "
-            "may sit one pixel off"
+            "the centre crop rounds half a pixel to even, as torchvision does; transformers rounds it down, so that "
+            "it may sit one pixel off"
         )
     else:
         raise InputError(
@@ -137,8 +138,8 @@ def _crop_pct(crop: tuple[int, int], cover: tuple[int, int], file: Path) -> floa
         crop_pct = math.nextafter(crop_pct, 0)
     if crop_pct > 1 or tuple(math.floor(side / crop_pct) for side in crop) != cover:
         raise InputError(
-            f"{file}: crop_size={crop[0]}x{crop[1]} out of {cover[0]}x{cover[1]} has no counterpart; the crop must lie "
-            "inside and keep the same fraction of both sides"
+            f"{file}: crop_size={crop[0]}x{crop[1]} out of {cover[0]}x{cover[1]} has no counterpart; the crop must "
+            "lie inside and keep the same fraction of both sides"
         )
     return crop_pct
 

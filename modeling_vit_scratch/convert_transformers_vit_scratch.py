@@ -5,48 +5,48 @@ B images, C channels, H x W pixels, N patches.
 """
 
 import json
-import logging
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
-from torch import Tensor
 
 from .checkpoint_files_vit_scratch import read_tensors
 from .configuration_vit_scratch import ViTScratchConfig
 from .conversion_vit_scratch import Conversion, built, proof_dtype
+from .convert_transformers_export_vit_scratch import to_transformers_vit, vit_of
 from .convert_transformers_names_vit_scratch import (
     backbone_fields,
     decoder_fields,
     decoder_tensors,
     encoder_fields,
     encoder_tensors,
+    height_width,
     label_fields,
     without_distillation,
 )
-from .convert_transformers_processors_vit_scratch import from_transformers_processor, to_vit_processor
+from .convert_transformers_processors_vit_scratch import from_transformers_processor
 from .errors_vit_scratch import InputError
-from .image_processing_vit_scratch import ViTScratchImageProcessor
 from .modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel
-from .pretraining_vit_scratch import ViTScratchForMaskedAutoencoding
+from .pretraining_vit_scratch import ViTScratchForMaskedAutoencoding, evaluation_noise
 
-__all__ = ["MODEL_TYPES", "from_transformers", "to_transformers_vit"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["ARCHITECTURES", "from_transformers", "to_transformers_vit"]
 
 
 @dataclass(frozen=True)
-class Source:
-    """How a checkpoint of one architecture is read."""
+class Architecture:
+    """How a checkpoint of one class of transformers is read."""
 
     loaded_as: str
-    """Class of transformers that loads what is taken."""
+    """The class of transformers that loads what is taken."""
     encoder: str = ""
     """Attribute of that class that is the encoder; "": itself."""
     left_out: tuple[str, ...] = ()
@@ -54,83 +54,289 @@ class Source:
     note: str = ""
 
 
-_MASKED = {"left_out": ("decoder.",), "note": "the decoder of its pre-training is left out"}
+_MASKED = ("decoder.",), "the decoder of its pre-training is left out"
+_TEXT = ("text_model.", "logit_"), "the text tower is left out"
 
-MODEL_TYPES: dict[str, dict[str, Source]] = {
+# By model_type and class name, as in config.json.
+ARCHITECTURES: dict[str, dict[str, Architecture]] = {
     "vit": {
-        "ViTModel": Source("ViTModel"),
-        "ViTForImageClassification": Source("ViTForImageClassification", "vit"),
-        "ViTForMaskedImageModeling": Source("ViTModel", **_MASKED),
+        "ViTModel": Architecture("ViTModel"),
+        "ViTForImageClassification": Architecture("ViTForImageClassification", "vit"),
+        "ViTForMaskedImageModeling": Architecture("ViTModel", "", *_MASKED),
     },
     "deit": {
-        "DeiTModel": Source("DeiTModel"),
-        "DeiTForImageClassification": Source("DeiTForImageClassification", "deit"),
-        "DeiTForImageClassificationWithTeacher": Source("DeiTForImageClassificationWithTeacher", "deit"),
-        "DeiTForMaskedImageModeling": Source("DeiTModel", **_MASKED),
+        "DeiTModel": Architecture("DeiTModel"),
+        "DeiTForImageClassification": Architecture("DeiTForImageClassification", "deit"),
+        "DeiTForImageClassificationWithTeacher": Architecture("DeiTForImageClassificationWithTeacher", "deit"),
+        "DeiTForMaskedImageModeling": Architecture("DeiTModel", "", *_MASKED),
     },
     "dinov2": {
-        "Dinov2Model": Source("Dinov2Model"),
-        "Dinov2ForImageClassification": Source("Dinov2ForImageClassification", "dinov2"),
-        "Dinov2Backbone": Source("Dinov2Model"),
+        "Dinov2Model": Architecture("Dinov2Model"),
+        "Dinov2Backbone": Architecture("Dinov2Model"),
+        "Dinov2ForImageClassification": Architecture("Dinov2ForImageClassification", "dinov2"),
     },
     "dinov2_with_registers": {
-        "Dinov2WithRegistersModel": Source("Dinov2WithRegistersModel"),
-        "Dinov2WithRegistersForImageClassification": Source(
+        "Dinov2WithRegistersModel": Architecture("Dinov2WithRegistersModel"),
+        "Dinov2WithRegistersBackbone": Architecture("Dinov2WithRegistersModel"),
+        "Dinov2WithRegistersForImageClassification": Architecture(
             "Dinov2WithRegistersForImageClassification", "dinov2_with_registers"
         ),
-        "Dinov2WithRegistersBackbone": Source("Dinov2WithRegistersModel"),
     },
-    "dinov3_vit": {"DINOv3ViTModel": Source("DINOv3ViTModel"), "DINOv3ViTBackbone": Source("DINOv3ViTModel")},
+    "dinov3_vit": {
+        "DINOv3ViTModel": Architecture("DINOv3ViTModel"),
+        "DINOv3ViTBackbone": Architecture("DINOv3ViTModel"),
+    },
     "siglip": {
-        "SiglipModel": Source(
-            "SiglipVisionModel", left_out=("text_model.", "logit_"), note="the text tower is left out"
-        ),
-        "SiglipForImageClassification": Source("SiglipForImageClassification", "vision_model"),
-        "SiglipVisionModel": Source("SiglipVisionModel"),
+        "SiglipModel": Architecture("SiglipVisionModel", "", *_TEXT),
+        "SiglipVisionModel": Architecture("SiglipVisionModel"),
+        "SiglipForImageClassification": Architecture("SiglipForImageClassification", "vision_model"),
     },
-    "siglip_vision_model": {"SiglipVisionModel": Source("SiglipVisionModel")},
+    "siglip_vision_model": {"SiglipVisionModel": Architecture("SiglipVisionModel")},
     "vit_mae": {
-        "ViTMAEModel": Source("ViTMAEModel"),
-        "ViTMAEForPreTraining": Source("ViTMAEForPreTraining", "vit"),
+        "ViTMAEModel": Architecture("ViTMAEModel"),
+        "ViTMAEForPreTraining": Architecture("ViTMAEForPreTraining", "vit"),
     },
 }
 
-# Tensors of the encoder that nothing here reads, so that it may lack them.
-_OPTIONAL = ("pooler.", "embeddings.mask_token", "vision_model.head.")
+# Read by nothing here, so that a checkpoint may lack them, or hold them where its class has no place for them.
+_MAY_LACK = r"^pooler\.|^vision_model\.head\.|embeddings\.mask_token$"
+_MAY_BE_SURPLUS = r"embeddings\.mask_token$|\.position_ids$|pooler\.dense\.(weight|bias)$"
+
 _INTERPOLATING_ON_REQUEST = ("vit", "deit", "vit_mae", "siglip", "siglip_vision_model")
 
 
+@dataclass
+class _Draft:
+    """What our model will be made of."""
+
+    source: str
+    fields: dict[str, Any]
+    tensors: dict[str, Tensor]
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, part: tuple[dict[str, Any], list[str]]) -> None:
+        self.fields |= part[0]
+        self.notes += part[1]
+
+
 def from_transformers(folder: str | Path, *, keep_distillation: bool = True) -> Conversion:
-    """Returns the checkpoint in `folder`, of one of `MODEL_TYPES`, as a model and an image processor of ours.
+    """Returns the checkpoint in `folder`, of one of `ARCHITECTURES`, as a model and an image processor of ours.
 
     Args:
-        folder: holds config.json, the weights and, best, preprocessor_config.json. Nothing in it is run.
+        folder: holds config.json, the weights and, best, preprocessor_config.json. No code in it is run.
         keep_distillation: False drops a DeiT's distillation token, its position and its head.
 
     Raises:
         InputError: another kind of model, a field without counterpart, a missing, damaged or surplus tensor.
     """
     folder = Path(folder)
-    architecture, source = _source_of(folder, _stored_config(folder))
-    theirs, notes = _loaded(folder, source)
-    encoder = getattr(theirs, source.encoder) if source.encoder else theirs
-    fields, more_notes = encoder_fields(encoder.config, str(folder))
-    tensors, tensor_notes = encoder_tensors(encoder.config, encoder.state_dict())
-    notes += more_notes + tensor_notes
+    name, architecture = _architecture_of(folder)
+    theirs = _loaded(folder, architecture)
+    encoder = getattr(theirs, architecture.encoder) if architecture.encoder else theirs
+    draft = _Draft(str(folder), {}, {}, [architecture.note] if architecture.note else [])
+    draft.add(encoder_fields(encoder.config, draft.source))
+    draft.tensors, notes = encoder_tensors(encoder.config, encoder.state_dict())
+    draft.notes += notes
     if encoder.config.model_type == "deit":
-        tensors = _with_distillation(architecture, tensors, fields, notes, keep_distillation)
-    model_class: type[PreTrainedModel] = ViTScratchModel
-    if architecture.endswith("Backbone"):
-        more, more_notes = backbone_fields(encoder.config)
-        fields, notes = fields | more, notes + more_notes
-    elif source.encoder:
-        model_class, tensors, more, more_notes = _with_head(theirs, tensors, str(folder))
-        fields, notes = fields | more, notes + more_notes
-    if "pooler.dense.weight" in tensors:
-        _check_pooler(encoder.config, folder)
-        fields["representation_size"] = encoder.config.pooler_output_size
-    config = _config(fields, str(folder))
-    model = built(model_class, config, tensors, str(folder))
-    processor, more_notes = from_transformers_processor(folder, encoder.config.model_type, config)
-    conversion = Conversion(str(folder), model, processor, _reference_of(theirs, model), proof_dtype(model), notes + more_notes)
-    return conversion
+        _settle_distillation(draft, name, encoder, keep_distillation)
+    if name.endswith("Backbone"):
+        draft.add(backbone_fields(encoder.config))
+    _settle_pooler(draft, encoder.config)
+    model_class = _add_head(draft, name, theirs) if architecture.encoder else ViTScratchModel
+    config = _config(draft)
+    model = built(model_class, config, draft.tensors, draft.source)
+    processor, notes = from_transformers_processor(folder, encoder.config.model_type, config)
+    if encoder.config.model_type == "deit" and not keep_distillation:
+        theirs = vit_of(model)  # without the token a DeiT is a ViT
+    reference = _Reference(theirs, model)
+    return Conversion(draft.source, model, processor, reference, reference.dtype, draft.notes + notes)
+
+
+def _architecture_of(folder: Path) -> tuple[str, Architecture]:
+    """Returns the class named by config.json, and how it is read."""
+    file = folder / "config.json"
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{folder} holds no config.json; name the folder of a transformers checkpoint") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read: {_line(error)}") from error
+    if not isinstance(stored, dict):
+        raise InputError(f"{file} must hold an object; got a {type(stored).__name__}")
+    known = ARCHITECTURES.get(stored.get("model_type", ""))
+    if known is None:
+        raise InputError(
+            f"{file}: model_type={stored.get('model_type')!r} is not converted; it must be one of "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    names = stored.get("architectures") or []
+    if len(names) != 1 or names[0] not in known:
+        raise InputError(f"{file}: architectures={names} must name one of {', '.join(known)}")
+    if stored.get("quantization_config"):
+        raise InputError(f"{file}: quantization_config: a quantised checkpoint is not converted; dequantise it first")
+    return names[0], known[names[0]]
+
+
+def _loaded(folder: Path, architecture: Architecture) -> Any:
+    """Returns transformers' model, every tensor of which came from the folder, in the widest dtype found there."""
+    tensors = read_tensors(folder)
+    dtypes = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
+    dtype = torch.float32 if not dtypes else dtypes[0]
+    for other in dtypes:
+        dtype = torch.promote_types(dtype, other)
+    taken = {name: tensor for name, tensor in tensors.items() if not name.startswith(architecture.left_out or ("\0",))}
+    model_class = getattr(transformers, architecture.loaded_as)
+    try:
+        with _quiet():
+            config = model_class.config_class.from_pretrained(folder, local_files_only=True)
+            theirs, info = model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=taken,
+                dtype=dtype,
+                attn_implementation="sdpa",  # the eager one takes its softmax in float32
+                ignore_mismatched_sizes=True,  # and reported below
+                output_loading_info=True,
+            )
+    except (StrictDataclassError, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise InputError(f"{folder}: transformers cannot load it: {_line(error)}") from error
+    _check_tensors(folder, info)
+    if any(name.startswith("pooler.") for name in info["missing_keys"]):
+        theirs.pooler = None
+    return theirs.eval()
+
+
+def _check_tensors(folder: Path, info: Mapping[str, Any]) -> None:
+    problems = {
+        "missing": [name for name in info["missing_keys"] if not re.search(_MAY_LACK, name)],
+        "without a place": [name for name in info["unexpected_keys"] if not re.search(_MAY_BE_SURPLUS, name)],
+        "of another shape": [name for name, *_ in info["mismatched_keys"]],
+    }
+    listed = []
+    for kind, names in problems.items():
+        if names:
+            more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+            listed.append(f"{kind}: {', '.join(sorted(names)[:6])}{more}")
+    if listed:
+        raise InputError(f"{folder}: the tensors are not those of its config.json: {'; '.join(listed)}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own report of the tensors: ours is `_check_tensors` and the notes."""
+    verbosity, had_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if had_bar:
+            transformers_logging.enable_progress_bar()
+
+
+def _settle_distillation(draft: _Draft, name: str, encoder: PreTrainedModel, keep: bool) -> None:
+    """A distillation token with a head stays one; without a head it is a register; or it goes."""
+    if not keep:
+        draft.tensors = without_distillation(draft.tensors, as_register=False)
+        draft.notes.append(
+            "the distillation token, its position and its head are dropped as asked: outputs differ from the "
+            "source's, and the reference is transformers' ViT with what is left"
+        )
+    elif name == "DeiTForImageClassificationWithTeacher":
+        draft.fields["use_distillation_token"] = True
+    else:
+        draft.tensors = without_distillation(draft.tensors, as_register=True)
+        draft.fields["num_register_tokens"] = 1
+        draft.notes.append(
+            "the distillation token, which no head of this checkpoint reads, is a register here: its position is "
+            "added to it, in the dtype of the checkpoint"
+        )
+        _add_position_to_distillation_token(encoder)
+
+
+@torch.no_grad()
+def _add_position_to_distillation_token(encoder: Any) -> None:
+    """Rounds the sum once, in the checkpoint's dtype, so that a reference in a wider one adds no other rounding."""
+    embeddings = encoder.embeddings
+    embeddings.distillation_token += embeddings.position_embeddings[:, 1:2]
+    embeddings.position_embeddings[:, 1] = 0
+
+
+def _settle_pooler(draft: _Draft, config: PreTrainedConfig) -> None:
+    if "pooler.dense.weight" not in draft.tensors:
+        return
+    if config.pooler_act != "tanh":
+        raise InputError(f"{draft.source}: pooler_act={config.pooler_act!r} has no counterpart; it must be 'tanh'")
+    draft.fields["representation_size"] = config.pooler_output_size
+
+
+def _add_head(draft: _Draft, name: str, theirs: Any) -> type[PreTrainedModel]:
+    """Puts the head's fields and tensors beside those of the encoder, and returns the class of ours that has it."""
+    draft.tensors = {f"vit.{key}": tensor for key, tensor in draft.tensors.items()}
+    if name == "ViTMAEForPreTraining":
+        draft.fields |= decoder_fields(theirs.config)
+        draft.tensors |= decoder_tensors(theirs.decoder.state_dict())
+        return ViTScratchForMaskedAutoencoding
+    draft.add(label_fields(theirs.config, draft.source))
+    if name.startswith("Dinov2"):
+        draft.fields["pooling"] = "class_token_and_mean"
+    if name.startswith("Siglip"):
+        draft.fields["pooling"] = "mean"
+        unread = [key for key in draft.tensors if key.startswith("vit.attention_pooling.")]
+        if unread:
+            draft.notes.append("the attention head, which the classifier does not read, is left out")
+        for key in unread:
+            del draft.tensors[key]
+    heads = {key: tensor for key, tensor in theirs.state_dict().items() if "classifier." in key}
+    if not draft.fields.get("use_distillation_token"):
+        heads = {key: tensor for key, tensor in heads.items() if not key.startswith("distillation_")}
+    draft.tensors |= {key.removeprefix("cls_"): tensor for key, tensor in heads.items()}
+    return ViTScratchForImageClassification
+
+
+def _config(draft: _Draft) -> ViTScratchConfig:
+    try:
+        return ViTScratchConfig(**draft.fields)
+    except (StrictDataclassError, ValueError) as error:
+        raise InputError(f"{draft.source}: {_line(error.__cause__ or error)}") from error
+
+
+class _Reference:
+    """The original's outputs for pixel values (B, C, H, W) of `dtype`."""
+
+    def __init__(self, theirs: Any, model: PreTrainedModel):
+        self.theirs, self.model, self.dtype = theirs, model, proof_dtype(model)
+        if type(theirs).__name__ == "ViTMAEModel":
+            theirs.config.mask_ratio = 0.0
+        self.own_size = height_width(getattr(theirs.config, "vision_config", theirs.config).image_size)
+
+    @torch.no_grad()
+    def __call__(self, pixel_values: Tensor) -> dict[str, Tensor]:
+        theirs, kwargs = self.theirs.to(self.dtype), dict[str, Any]()
+        model_type = theirs.config.model_type
+        if model_type in _INTERPOLATING_ON_REQUEST and tuple(pixel_values.shape[2:]) != self.own_size:
+            rows, columns = self.model.config.grid_size
+            if rows != columns or len(set(self.model.config.patch_height_width)) > 1:
+                raise InputError(
+                    f"transformers' {model_type} cannot resample the positions of a grid ({rows}x{columns}) or of "
+                    f"patches that are not square; compare at {self.own_size[0]}x{self.own_size[1]} pixels"
+                )
+            kwargs["interpolate_pos_encoding"] = True
+        if model_type == "vit_mae":
+            kwargs["noise"] = self._noise(pixel_values)
+        outputs = theirs(pixel_values, **kwargs)
+        names = ("logits", "last_hidden_state", "pooler_output")
+        return {name: outputs[name] for name in names if outputs.get(name) is not None}
+
+    def _noise(self, pixel_values: Tensor) -> Tensor:
+        """That by which ours hides patches; for the encoder alone, which hides none, their order."""
+        patch_height, patch_width = self.model.config.patch_height_width
+        num_patches = (pixel_values.shape[2] // patch_height) * (pixel_values.shape[3] // patch_width)
+        if type(self.theirs).__name__ == "ViTMAEForPreTraining":
+            return evaluation_noise(len(pixel_values), num_patches)
+        return torch.arange(num_patches).expand(len(pixel_values), -1)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -88,6 +88,7 @@ class ViTScratchEmbeddings(ViTScratchPositionEmbeddings):
             self.distillation_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
         if config.num_register_tokens:
             self.register_tokens = nn.Parameter(torch.zeros(1, config.num_register_tokens, config.hidden_size))
+        self.patch_dropout_rate = config.patch_dropout_rate
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def initialize(self) -> None:
@@ -115,13 +116,14 @@ class ViTScratchEmbeddings(ViTScratchPositionEmbeddings):
         patches = self.patch_embeddings(pixel_values)  # (B, N, D)
         if corrupt is not None:
             patches = corrupt(patches)
-        if visible_patches is None and self.training and self.config.patch_dropout_rate > 0:
-            visible_patches = _kept_patches(patches, self.config.patch_dropout_rate)
+        if visible_patches is None and self.training and self.patch_dropout_rate > 0:
+            visible_patches = _kept_patches(patches, self.patch_dropout_rate)
         if visible_patches is not None:
             patches = patches.gather(1, visible_patches.unsqueeze(2).expand(-1, -1, patches.shape[2]))
         patch_height, patch_width = self.patch_embeddings.patch_size
         grid_size = (pixel_values.shape[2] // patch_height, pixel_values.shape[3] // patch_width)
-        tokens = torch.cat((*(token.expand(len(patches), -1, -1) for token in self._prefix()), patches), dim=1)
+        batch_size = patches.shape[0]  # not len(patches), which torch.export takes for a constant
+        tokens = torch.cat((*(token.expand(batch_size, -1, -1) for token in self._prefix()), patches), dim=1)
         places = TokenPlaces(grid_size, visible_patches)
         positions = self.positions_at(places, like=tokens)
         return self.dropout(tokens if positions is None else tokens + positions), places  # (B, T, D)

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -15,12 +15,14 @@ logger = logging.getLogger(__name__)
 INPUT_FIELDS = ("image_size", "patch_size", "num_channels")
 # What another of our models may leave out: a classifier, or a head of self-supervised training.
 TENSORS_OF_HEADS = (
+    "attention_pooling.",
     "classifier.",
     "decoder.",
     "distillation_classifier.",
     "mask_token",
     "pooler.",
     "prediction_head.",
+    "vit.attention_pooling.",
     "vit.pooler.",
 )
 _HUB_KWARGS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -49,8 +51,15 @@ def check_loaded(model: PreTrainedModel, info: dict[str, Any], source: Any) -> N
     encoder = {prefix + name for name in model.base_model.state_dict()}
     mismatched = {name for name, *_ in info["mismatched_keys"]}
     new = set(info["missing_keys"]) | mismatched
+    for head in (
+        f"{prefix}attention_pooling.",
+        f"{prefix}pooler.",
+    ):  # new as a whole: a self-supervised model's encoder
+        if (of_head := {name for name in encoder if name.startswith(head)}) <= set(info["missing_keys"]):
+            encoder -= of_head
     missing = sorted(new & encoder)
-    unexpected = sorted(key for key in info["unexpected_keys"] if not key.startswith(TENSORS_OF_HEADS))
+    left_out = cast(tuple[str, ...], model.left_out)
+    unexpected = sorted(key for key in info["unexpected_keys"] if not key.startswith((*TENSORS_OF_HEADS, *left_out)))
     if missing or unexpected:
         raise InputError(
             f"{source or 'the state dict'} is not a checkpoint of this {type(model).__name__}: "
@@ -58,5 +67,9 @@ def check_loaded(model: PreTrainedModel, info: dict[str, Any], source: Any) -> N
         )
     if new:
         logger.warning("newly initialised, so train before use: %s", ", ".join(sorted(new)))
-    if info["unexpected_keys"]:
-        logger.warning("left out, since this model has no such head: %s", ", ".join(sorted(info["unexpected_keys"])))
+    of_heads = sorted(key for key in info["unexpected_keys"] if not key.startswith(left_out))
+    if of_heads:
+        logger.warning("left out, since this model has no such head: %s", ", ".join(of_heads))
+    parts = [part for part in left_out if any(key.startswith(part) for key in info["unexpected_keys"])]
+    if parts:
+        logger.warning("left out, since no output depends on them: %s", ", ".join(part.rstrip(".") for part in parts))

@@ -236,9 +236,12 @@ class ViTScratchPooler(ViTScratchModule):
 
 
 class ViTScratchModel(ViTScratchPreTrainedModel):
-    """The encoder (paper figure 1): embeddings, layers, final norm, pooling and the optional pre-logits layer."""
+    """The encoder (paper figure 1): embeddings, layers, final norm, pooling and the optional pre-logits layer.
 
-    def __init__(self, config: ViTScratchConfig):
+    Without `add_pooling_layer` it ends with the final norm over all tokens, for heads that read these.
+    """
+
+    def __init__(self, config: ViTScratchConfig, add_pooling_layer: bool = True):
         super().__init__(config)
         self.embeddings = ViTScratchEmbeddings(config)
         at_every_layer = config.position_embedding_placement != "stem"
@@ -247,11 +250,13 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         rates = [config.drop_path_rate * index / max(1, depth - 1) for index in range(depth)]
         self.layers = nn.ModuleList([ViTScratchLayer(config, rate) for rate in rates])
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        has_attention_head = config.pooling == "attention"
+        self.add_pooling_layer = add_pooling_layer
+        has_attention_head = add_pooling_layer and config.pooling == "attention"
         self.attention_pooling = (
             ViTScratchAttentionPooling(config, ViTScratchMLP(config)) if has_attention_head else None
         )
-        self.pooler = ViTScratchPooler(config) if config.representation_size is not None else None
+        has_pre_logits = add_pooling_layer and config.representation_size is not None
+        self.pooler = ViTScratchPooler(config) if has_pre_logits else None
         self.post_init()
 
     def forward(
@@ -286,34 +291,37 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         layer_positions = None if self.layer_positions is None else self.layer_positions(places, like=hidden_states)
         all_hidden_states, all_attentions = [], []
         for index, layer in enumerate(self.layers):
-            if layer_positions is not None:  # paper D.4: positions at every layer
-                hidden_states = hidden_states + layer_positions[index]
             if output_hidden_states:  # else each layer's input can go as soon as the next one has read it
                 all_hidden_states.append(hidden_states)
+            if layer_positions is not None:  # paper D.4: positions at every layer
+                hidden_states = hidden_states + layer_positions[index]
             is_last = index == len(self.layers) - 1
             hidden_states, weights = layer(hidden_states, where, output_attentions, class_token_only and is_last)
             all_attentions.append(weights)
-        sequence, pooled = self._pool(hidden_states)
+        sequence = hidden_states
+        if self.config.final_norm == "before_pooling" or not self.add_pooling_layer:
+            sequence = self.layernorm(hidden_states)  # equation 4
+        pooled = self._pool(sequence) if self.add_pooling_layer else None
         output = BaseModelOutputWithPooling(
             last_hidden_state=sequence,
-            pooler_output=pooled if self.pooler is None else self.pooler(pooled),
+            pooler_output=pooled,
             hidden_states=(*all_hidden_states, hidden_states) if output_hidden_states else None,
             attentions=tuple(all_attentions) if output_attentions else None,
         )
         return output if _first_given(return_dict, self.config.return_dict) else output.to_tuple()
 
-    def _pool(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens after the final norm, and what the head reads of them (equation 4)."""
-        num_prefix_tokens, pooling = self.config.num_prefix_tokens, self.config.pooling
+    def _pool(self, sequence: Tensor) -> Tensor:
+        """Returns what the head reads of the tokens: (B, representation_size or pooled_size)."""
+        pooled, patches = sequence[:, 0], sequence[:, self.config.num_prefix_tokens :]
+        if self.config.pooling == "mean":
+            pooled = patches.mean(dim=1)
+        elif self.config.pooling == "class_token_and_mean":
+            pooled = torch.cat((pooled, patches.mean(dim=1)), dim=1)
+        elif self.attention_pooling is not None:
+            pooled = self.attention_pooling(sequence)
         if self.config.final_norm == "after_pooling":
-            return hidden_states, self.layernorm(hidden_states[:, num_prefix_tokens:].mean(dim=1))
-        sequence = self.layernorm(hidden_states)
-        if pooling == "class_token":
-            return sequence, sequence[:, 0]  # (B, D)
-        if self.attention_pooling is not None:
-            return sequence, self.attention_pooling(sequence)
-        mean = sequence[:, num_prefix_tokens:].mean(dim=1)
-        return sequence, mean if pooling == "mean" else torch.cat((sequence[:, 0], mean), dim=1)
+            pooled = self.layernorm(pooled)
+        return pooled if self.pooler is None else self.pooler(pooled)
 
     def _needs_class_token_only(self) -> bool:
         return (

@@ -111,6 +111,7 @@ def slots(config: PreTrainedConfig, *, with_head: bool) -> Slots:
         num_features = config.representation_size
     if not with_head:
         return found
+    assert config.num_labels is not None
     of_encoder = {name: Slot(f"vit.{s.ours}", s.shape, s.layout, s.num_inputs) for name, s in found.items()}
     return of_encoder | _dense("head", "classifier", (num_features,), (config.num_labels,))
 

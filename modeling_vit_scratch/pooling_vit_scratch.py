@@ -57,5 +57,5 @@ class ViTScratchAttentionPooling(ViTScratchModule):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Returns (B, D) for tokens (B, T, D)."""
-        pooled = self.attention(self.probe.expand(len(hidden_states), -1, -1), hidden_states)
+        pooled = self.attention(self.probe.expand(hidden_states.shape[0], -1, -1), hidden_states)
         return (pooled + self.mlp(self.layernorm(pooled))).squeeze(1)

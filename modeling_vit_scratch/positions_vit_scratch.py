@@ -69,11 +69,11 @@ class ViTScratchPositionEmbeddings(ViTScratchModule):
         table = self.table_for(places.grid_size, like)  # (1, rows before the patches + N, D)
         num_prefix, num_positioned = self.config.num_prefix_tokens, table.shape[1] - math.prod(places.grid_size)
         if places.kept is not None:
-            prefix = table[:, :num_positioned].expand(len(places.kept), -1, -1)
+            prefix = table[:, :num_positioned].expand(places.kept.shape[0], -1, -1)
             table = torch.cat((prefix, table[0, num_positioned:][places.kept]), dim=1)
         if num_positioned == num_prefix:
             return table
-        zeros = table.new_zeros(len(table), num_prefix - num_positioned, table.shape[2])
+        zeros = table.new_zeros(table.shape[0], num_prefix - num_positioned, table.shape[2])
         return torch.cat((table[:, :num_positioned], zeros, table[:, num_positioned:]), dim=1)
 
     def table_for(self, grid_size: tuple[int, int], like: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class ViTScratchRelativePositions(ViTScratchModule):
 
     def __init__(self, config: ViTScratchConfig):
         super().__init__()
-        self.scaling = config.head_dim**-0.5
+        self.scaling, self.interpolation = config.head_dim**-0.5, config.position_interpolation
         self.table = nn.Parameter(
             torch.zeros(2 * (config.num_prefix_tokens + config.num_patches) - 1, config.head_dim)
         )
@@ -163,12 +163,13 @@ class ViTScratchRelativePositions(ViTScratchModule):
 
     def forward(self, query: Tensor, key: Tensor, offsets: tuple[Tensor, int]) -> tuple[Tensor, Tensor, Tensor]:
         index, num_offsets = offsets  # (1 or B, 1, T, T)
-        logits = query @ _resize_line(self.table, num_offsets).mT * self.scaling  # (B, A, T, num_offsets)
+        table = _resize_line(self.table, num_offsets, self.interpolation)
+        logits = query @ table.mT * self.scaling  # (B, A, T, num_offsets)
         return query, key, logits.gather(3, index.expand(*logits.shape[:2], -1, -1))
 
     def resize(self, old: ViTScratchConfig, new: ViTScratchConfig) -> None:
         num_tokens = new.num_prefix_tokens + new.num_patches
-        replace_parameter(self, "table", _resize_line(self.table, 2 * num_tokens - 1))
+        replace_parameter(self, "table", _resize_line(self.table, 2 * num_tokens - 1, self.interpolation))
 
 
 def attention_positions(config: ViTScratchConfig) -> nn.Module | None:
@@ -211,7 +212,7 @@ def relative_offsets(config: ViTScratchConfig, places: TokenPlaces, like: Tensor
     """Rows (1 or B, 1, T, T) of the table of offsets for each pair of tokens, and how many rows the table has."""
     prefix, num_patches = config.num_prefix_tokens, math.prod(places.grid_size)
     kept = torch.arange(num_patches, device=like.device)[None] if places.kept is None else places.kept
-    positions = torch.cat((torch.arange(prefix, device=like.device).expand(len(kept), -1), kept + prefix), dim=1)
+    positions = torch.cat((torch.arange(prefix, device=like.device).expand(kept.shape[0], -1), kept + prefix), dim=1)
     offsets = positions[:, :, None] - positions[:, None, :] + prefix + num_patches - 1
     return offsets.unsqueeze(1), 2 * (prefix + num_patches) - 1
 
@@ -252,7 +253,7 @@ def resize_positions(
     return torch.cat((prefix, resized), dim=1)
 
 
-def _resize_line(table: Tensor, length: int, interpolation: str = "bilinear_corners") -> Tensor:
+def _resize_line(table: Tensor, length: int, interpolation: str) -> Tensor:
     """Rows (K, width) resampled to `length` rows."""
     if length == len(table):
         return table

@@ -33,6 +33,7 @@ class ViTScratchPreTrainedModel(PreTrainedModel, ViTScratchModule):
     input_modalities = ("image",)  # type: ignore[assignment]  # as in transformers' own ViT
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = False  # else the Trainer leaves the mean over accumulated micro-batches to the loss
+    left_out: tuple[str, ...] = ()  # how the names of tensors begin that a checkpoint may have and this model has not
     _no_split_modules = ["ViTScratchEmbeddings", "ViTScratchLayer"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flash_attn = True

@@ -3,7 +3,7 @@
 Written from the equations of the paper and the choices of the official code. It shares nothing with the torch model,
 not even the reading of names: a mistake in one of the two shows as a difference.
 
-B images, H x W pixels, C channels (last, as in Flax), N patches on h x w, T tokens, D width, A heads, d width of a head.
+B images, H x W pixels, C channels (last, as in Flax), h x w patches, T tokens, D width, A heads, d width of a head.
 """
 
 import re
@@ -102,7 +102,7 @@ def _add_positions(network: Tree, patches: Array, grid_size: tuple[int, int]) ->
     num_patches = grid_size[0] * grid_size[1]
     table = _position_table(network)
     if table is None:
-        patches = patches + _sincos(rows, columns, width)
+        patches = patches + _sincos(rows, columns, width).astype(patches.dtype)
         class_position = np.zeros(width, patches.dtype)
     else:
         class_position = table[0] if len(table) > num_patches else np.zeros(width, patches.dtype)
@@ -166,7 +166,7 @@ def _attention(node: Tree, queries_from: Array, tokens: Array) -> Array:
 def _mlp(node: Tree, tokens: Array) -> Array:
     hidden = _dense(node["Dense_0"], tokens)
     # Flax's gelu is the tanh form.
-    hidden = hidden * 0.5 * (1 + np.tanh((2 / np.pi) ** 0.5 * (hidden + 0.044715 * hidden**3)))
+    hidden = hidden * 0.5 * (1 + np.tanh((2 / np.pi) ** 0.5 * (hidden + 0.044715 * hidden * hidden * hidden)))
     return _dense(node["Dense_1"], hidden)
 
 

@@ -21,7 +21,7 @@ class ViTScratchLayerScale(ViTScratchModule):
 
     def __init__(self, config: ViTScratchConfig):
         super().__init__()
-        self.initial = cast(float, config.layer_scale_init)
+        self.initial = float(cast(float, config.layer_scale_init))
         self.lambda1 = nn.Parameter(torch.full((config.hidden_size,), self.initial))
 
     def initialize(self) -> None:
@@ -62,7 +62,7 @@ def _add_for_some_images(
     so that its mean is exact. Where every image is needed (attentions are asked for) or the number must be known
     beforehand (compiled graphs), the branch runs for all of them and its update is masked: the same in expectation.
     """
-    num_images = len(hidden_states)
+    num_images = hidden_states.shape[0]
     if not skip or torch.compiler.is_compiling():
         update, weights = branch(hidden_states, where)
         mask = torch.rand(num_images, 1, 1, device=update.device) >= rate

@@ -12,7 +12,7 @@ from .errors_vit_scratch import InputError
 __all__ = ["ADDED_POSITIONS", "check_architecture", "check_grid", "check_labels", "check_pretraining", "check_tokens"]
 
 COUNTS = ("num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-RATES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "patch_dropout_rate", "mask_ratio")
+RATES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "patch_dropout_rate")
 DECODER_COUNTS = (
     "decoder_hidden_size",
     "decoder_num_hidden_layers",
@@ -20,7 +20,6 @@ DECODER_COUNTS = (
     "decoder_intermediate_size",
 )
 ADDED_POSITIONS = ("learned_1d", "learned_2d", "sincos_2d")
-CHANNELS_OF_A_COLOR = 4  # 3 bits each: 4,096 classes
 
 
 def check_architecture(config: PreTrainedConfig) -> None:
@@ -119,6 +118,8 @@ def check_pretraining(config: PreTrainedConfig) -> None:
     """Raises `InputError` unless the heads of self-supervised training can be built."""
     if not 0 < config.corruption_ratio <= 1:
         raise InputError(f"corruption_ratio={config.corruption_ratio} must be in (0, 1]")
+    if not 0 < config.mask_ratio < 1:
+        raise InputError(f"mask_ratio={config.mask_ratio} must be in (0, 1)")
     for name in DECODER_COUNTS:
         if getattr(config, name) < 1:
             raise InputError(f"{name}={getattr(config, name)} must be at least 1")

@@ -28,6 +28,7 @@ def test_auto_map_names_every_class_without_a_repository(staged):
     config = json.loads((staged / "config.json").read_text())
     processor = json.loads((staged / "preprocessor_config.json").read_text())
     assert config["auto_map"] == {
+        "AutoBackbone": "backbone_vit_scratch.ViTScratchBackbone",
         "AutoConfig": "configuration_vit_scratch.ViTScratchConfig",
         "AutoModel": "modeling_vit_scratch.ViTScratchModel",
         "AutoModelForImageClassification": "modeling_vit_scratch.ViTScratchForImageClassification",

@@ -26,7 +26,9 @@ def uniform_attention(num_layers, num_tokens, batch=2, heads=3):
 
 @pytest.mark.parametrize("num_layers", [1, 2, 12])
 def test_rollout_of_uniform_attention_has_its_closed_form(num_layers):
-    rollout = figures.attention_rollout(uniform_attention(num_layers, 13), num_prefix_tokens=1, grid_size=(3, 4))
+    rollout = figures.attention_rollout(
+        uniform_attention(num_layers, 13), num_prefix_tokens=1, grid_size=(3, 4), from_class_token=True
+    )
     expected = (1 - 2.0**-num_layers) / 13  # each layer halves what stays on the class token
     assert torch.allclose(rollout, torch.full((2, 3, 4), expected), rtol=1e-5, atol=0)
 
@@ -36,20 +38,29 @@ def test_rollout_multiplies_later_layers_from_the_left():
     first, second = (attention / attention.sum(-1, keepdim=True) for attention in (first, second))
     eye = torch.eye(5)
     expected = ((second.mean(1) + eye) / 2) @ ((first.mean(1) + eye) / 2)
-    rollout = figures.attention_rollout([first, second], num_prefix_tokens=1, grid_size=(2, 2))
+    rollout = figures.attention_rollout([first, second], num_prefix_tokens=1, grid_size=(2, 2), from_class_token=True)
     assert torch.allclose(rollout, expected[:, 0, 1:].reshape(1, 2, 2), atol=1e-7)
 
 
 def test_rollout_finds_the_patch_that_the_class_token_attends_to():
     attention = torch.eye(7)[None, None].clone()
     attention[0, 0, 0] = torch.eye(7)[1 + 4]  # of a grid of 2 rows and 3 columns: row 1, column 1
-    rollout = figures.attention_rollout([attention], num_prefix_tokens=1, grid_size=(2, 3))
+    rollout = figures.attention_rollout([attention], num_prefix_tokens=1, grid_size=(2, 3), from_class_token=True)
     assert rollout[0].tolist() == [[0, 0, 0], [0, 0.5, 0]]
 
 
 def test_rollout_without_a_class_token_is_that_of_the_mean():
-    rollout = figures.attention_rollout(uniform_attention(3, 4), num_prefix_tokens=0, grid_size=(2, 2))
+    rollout = figures.attention_rollout(
+        uniform_attention(3, 4), num_prefix_tokens=0, grid_size=(2, 2), from_class_token=False
+    )
     assert torch.allclose(rollout, torch.full((2, 2, 2), 0.25))
+
+
+def test_rollout_of_a_mean_leaves_out_what_a_class_token_beside_it_attends_to():
+    attention = torch.eye(5)[None, None].clone()
+    attention[0, 0, 0] = torch.eye(5)[1]  # the class token looks at the first patch, each patch at itself
+    rollout = figures.attention_rollout([attention], num_prefix_tokens=1, grid_size=(2, 2), from_class_token=False)
+    assert torch.allclose(rollout, torch.full((1, 2, 2), 0.25))
 
 
 # --- the choice of images

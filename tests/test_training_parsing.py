@@ -326,3 +326,30 @@ def test_a_bad_flag_is_refused_without_importing_torch():
     script = "import sys; from training.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     argv = [sys.executable, "-c", script, "pretrain", "--learning_rat", "1"]
     assert subprocess.run(argv, capture_output=True, text=True).stdout.split() == ["2", "False"]
+
+
+# --- the network of a recipe and the configuration of the model
+
+
+def test_a_recipe_names_every_option_of_the_network_with_the_values_that_the_model_knows():
+    import typing
+
+    from modeling_vit_scratch import ViTScratchConfig
+    from training.arguments import NetworkArguments
+
+    of_others = {  # set by converters, by the data, or for objectives that `pretrain` does not train
+        *("layer_norm_eps", "qkv_bias", "class_token_position", "rope_theta", "position_interpolation"),
+        *("use_distillation_token", "stem_width_factor", "apply_layernorm", "_out_features", "_out_indices"),
+        *("corruption_ratio", "prediction_target", "image_mean", "image_std", "mask_ratio", "norm_pix_loss"),
+        *(f"decoder_{name}" for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")),
+        "decoder_intermediate_size",
+    }
+    recipe, config = typing.get_type_hints(NetworkArguments), ViTScratchConfig.__annotations__
+    assert recipe.keys() - {"variant"} == config.keys() - of_others
+
+    def choices(kind):
+        parts = [kind, *typing.get_args(kind)]
+        return {value for part in parts if typing.get_origin(part) is typing.Literal for value in typing.get_args(part)}
+
+    for name in recipe.keys() - {"variant"}:
+        assert choices(recipe[name]) == choices(config[name]), name

@@ -38,7 +38,7 @@ def _check(arguments: Any, names: str, holds: Callable[[Any], bool], condition: 
 class NetworkArguments:
     """The network to pretrain; fields left out are the variant's."""
 
-    variant: str | None = _option(None, "named shape such as Ti/16, S/16, B/16, L/32, H/14")
+    variant: str | None = _option(None, "named shape such as Ti/16, S/16, B/16, L/32, H/14, R50+B/16")
     image_size: int | list[int] | None = _option(None, "pixels: one number, or height and width")
     patch_size: int | list[int] | None = _option(None, "pixels: one number, or height and width")
     num_channels: int | None = _option(None, "3 for colour, 1 for grey")
@@ -46,10 +46,28 @@ class NetworkArguments:
     num_hidden_layers: int | None = _option(None, "number of layers")
     num_attention_heads: int | None = _option(None, "number of attention heads")
     intermediate_size: int | None = _option(None, "width of the MLP blocks")
-    pooling: Literal["class_token", "mean"] | None = _option(None, "what the classifier reads")
+    hidden_act: str | None = _option(None, "activation of the MLP blocks")
+    mlp_type: Literal["mlp", "swiglu"] | None = _option(None, "two layers, or SwiGLU (with hidden_act: silu)")
+    qk_norm: bool | None = _option(None, "LayerNorm on queries and keys")
+    layer_scale_init: float | None = _option(None, "initial LayerScale factor; left out: no LayerScale")
+    stem_depths: list[int] | None = _option(None, "units in each stage of a ResNet stem; hybrids")
+    position_embedding_type: Literal["none", "learned_1d", "learned_2d", "sincos_2d", "relative", "rope_2d"] | None = (
+        _option(None, "paper D.4, and rotary")
+    )
+    position_embedding_placement: Literal["stem", "every_layer", "every_layer_shared"] | None = _option(
+        None, "where positions are added (paper D.4)"
+    )
+    use_class_token: bool | None = _option(None, "left out: where pooling reads it")
+    num_register_tokens: int | None = _option(None, "tokens that no head reads")
+    pooling: Literal["class_token", "mean", "attention", "class_token_and_mean"] | None = _option(
+        None, "what the classifier reads"
+    )
+    final_norm: Literal["before_pooling", "after_pooling"] | None = _option(None, "where the last LayerNorm stands")
     representation_size: int | None = _option(None, "width of the tanh layer before the head (paper: hidden_size)")
     hidden_dropout_prob: float | None = _option(None, "dropout of the four sites of the paper")
     attention_probs_dropout_prob: float | None = _option(None, "dropout of the attention probabilities")
+    drop_path_rate: float | None = _option(None, "stochastic depth of the last layer; linear from 0 at the first")
+    patch_dropout_rate: float | None = _option(None, "share of the patches dropped in training")
     head_bias_init: float | None = _option(None, "initial bias of the classifier (paper, ImageNet-21k: -10)")
     problem_type: Literal["single_label_classification", "multi_label_classification"] | None = _option(
         None, "softmax, or one sigmoid a class as the paper's ImageNet-21k runs"

@@ -17,6 +17,10 @@ VERBS = {
     "finetune": ("training.finetune", "train a checkpoint on other images, classes or resolution"),
     "evaluate": ("training.evaluation", "measure a model on a split of a dataset"),
     "predict": ("training.prediction", "classify images and folders of images"),
+    "convert": (
+        "training.conversion",
+        "turn checkpoints of other codes into ours, and ours into theirs, with a proof",
+    ),
     "push": ("training.publishing", "publish a run folder on the Hub and verify what was published"),
     "verify": (
         "training.publishing",

@@ -18,10 +18,11 @@ from modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchIma
 from modeling_vit_scratch.errors_vit_scratch import InputError
 from training import run_folder
 from training.arguments import DataArguments, EvaluateRecipe
-from training.data import LabelledImages, load_image_dataset
+from training.conversion import CONVERSION_FILE
+from training.data import LabelledImages
 from training.image_tensors import EvaluationImages
 from training.metrics import class_probabilities, evaluate_predictions
-from training.pretrained import class_names_of, load_classifier, load_processor
+from training.pretrained import conversion_of, load_classifier, load_images_for, load_processor
 
 __all__ = ["evaluate", "num_decoding_processes", "predict_logits", "stack_images"]
 
@@ -30,14 +31,14 @@ def evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     """Returns the "evaluation" block of metrics.json for a stored model and a split."""
     arguments = recipe.evaluation
     if arguments.model_name_or_path is None:
-        raise InputError("--model_name_or_path is missing: name the folder or Hub repo of the model")
+        raise InputError("--model_name_or_path is missing: name the folder, file or Hub repo of the model")
     PartialState(cpu=not torch.cuda.is_available())  # before any other: the first call says how ranks talk
     if arguments.output_dir is not None:
         _check_output_dir(Path(arguments.output_dir))
     model = load_classifier(arguments.model_name_or_path, arguments.revision)
     processor = load_processor(arguments.model_name_or_path, arguments.revision)
-    class_names = class_names_of(model.config)
-    dataset = load_image_dataset(recipe.data, class_names=class_names)
+    conversion = conversion_of(arguments.model_name_or_path, arguments.revision)
+    dataset = load_images_for(model.config, recipe.data, arguments.model_name_or_path)
     images = dataset.split(arguments.split)
     if images is None:
         raise InputError(f"--split {arguments.split}: the dataset has none; --{arguments.split}_fraction carves one")
@@ -45,12 +46,14 @@ def evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
         model, processor, images, batch_size=arguments.batch_size, num_workers=num_decoding_processes(recipe.data)
     )
     evaluation = evaluate_predictions(
-        logits, images.labels, class_names, problem_type=model.config.problem_type, split=arguments.split
+        logits, images.labels, dataset.class_names, problem_type=model.config.problem_type, split=arguments.split
     )
     if arguments.output_dir is not None and PartialState().is_main_process:
         folder = Path(arguments.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         run_folder.write_json(folder / run_folder.METRICS_FILE, {"evaluation": evaluation})
+        if conversion is not None:
+            run_folder.write_json(folder / CONVERSION_FILE, conversion)
         run_folder.write_predictions(
             folder / run_folder.PREDICTIONS_FILE,
             sample_ids=images.sample_ids,

@@ -110,18 +110,18 @@ def draw_confusion_matrix(matrix: Sequence[Sequence[int]], class_names: list[str
 
 
 def attention_rollout(
-    attentions: Sequence[torch.Tensor], *, num_prefix_tokens: int, grid_size: tuple[int, int]
+    attentions: Sequence[torch.Tensor], *, num_prefix_tokens: int, grid_size: tuple[int, int], from_class_token: bool
 ) -> torch.Tensor:
-    """The attention (B, rows, columns) that flows from each patch to the pooled token through all layers.
+    """The attention (B, rows, columns) that flows from each patch to what the head reads, through all layers.
 
     Per layer heads are averaged, the residual connection is added as the identity, rows are normalised, and layers are
-    multiplied (paper D.8; Abnar and Zuidema 2020, https://arxiv.org/abs/2005.00928). The pooled token is the class
-    token, the first; a model without prefix tokens pools the mean of all.
+    multiplied (paper D.8; Abnar and Zuidema 2020, https://arxiv.org/abs/2005.00928).
 
     Args:
         attentions: L tensors (B, A, T, T) after the softmax, first layer first.
         num_prefix_tokens: tokens in front of the patches; they are left out of the map.
         grid_size: rows and columns of patches.
+        from_class_token: whether the head reads the class token, the first; else it reads the mean of the patches.
     """
     num_tokens = attentions[0].shape[-1]
     identity = torch.eye(num_tokens, device=attentions[0].device)
@@ -130,7 +130,7 @@ def attention_rollout(
         # Paper: adds no identity. Here: adds it, since the author says the figure was made so (issues 18 and 27).
         layer = attention.detach().float().mean(dim=1) + identity  # (B, T, T)
         rollout = layer / layer.sum(dim=-1, keepdim=True) @ rollout
-    pooled = rollout[:, 0] if num_prefix_tokens else rollout.mean(dim=1)
+    pooled = rollout[:, 0] if from_class_token else rollout[:, num_prefix_tokens:].mean(dim=1)
     return pooled[:, num_prefix_tokens:].unflatten(1, grid_size)
 
 

@@ -12,7 +12,15 @@ from modeling_vit_scratch.errors_vit_scratch import InputError
 from training.arguments import FinetuneRecipe
 from training.data import ImageDataset, load_image_dataset
 from training.fit import fit, given
-from training.pretrained import class_names_of, load_classifier, load_config, load_processor, with_new_head
+from training.pretrained import (
+    class_names_of,
+    conversion_of,
+    load_classifier,
+    load_config,
+    load_images_for,
+    load_processor,
+    with_new_head,
+)
 from training.resume import open_run, reopen
 
 __all__ = ["finetune"]
@@ -22,12 +30,21 @@ def finetune(recipe: FinetuneRecipe) -> Path:
     """Returns the run folder of a checkpoint that was trained on, or resumed."""
     if recipe.start.model_name_or_path is None:
         raise InputError("--model_name_or_path is missing: name the folder or Hub repo to start from")
-    checkpoint = open_run(recipe, "finetune")
+    checkpoint, conversion = open_run(recipe, "finetune"), None
     if checkpoint is None:
         dataset, model, processor = _start(recipe)
+        conversion = conversion_of(str(recipe.start.model_name_or_path), recipe.start.revision)
     else:
         dataset, model, processor = reopen(recipe, checkpoint)
-    return fit(recipe, verb="finetune", model=model, processor=processor, dataset=dataset, checkpoint=checkpoint)
+    return fit(
+        recipe,
+        verb="finetune",
+        model=model,
+        processor=processor,
+        dataset=dataset,
+        checkpoint=checkpoint,
+        conversion=conversion,
+    )
 
 
 def _start(
@@ -35,8 +52,8 @@ def _start(
 ) -> tuple[ImageDataset, ViTScratchForImageClassification, ViTScratchImageProcessor]:
     start = recipe.start
     source, revision = str(start.model_name_or_path), start.revision
-    stored_names = class_names_of(load_config(source, revision))
     if start.new_head:
+        stored_names = class_names_of(load_config(source, revision))
         dataset = load_image_dataset(recipe.data)
         # The checkpoint's order, for whoever compares.
         if dataset.class_names != stored_names and sorted(dataset.class_names) == sorted(stored_names):
@@ -44,15 +61,16 @@ def _start(
         set_seed(recipe.optimization.seed)
         model = with_new_head(source, revision, dataset.class_names, hidden_dropout_prob=start.hidden_dropout_prob)
     else:
-        dataset = load_image_dataset(recipe.data, class_names=stored_names)
-        set_seed(recipe.optimization.seed)
         model = load_classifier(source, revision, hidden_dropout_prob=start.hidden_dropout_prob)
+        dataset = load_images_for(model.config, recipe.data, source)
+        set_seed(recipe.optimization.seed)
+    processor = load_processor(source, revision)
+    fields = {name: getattr(processor, name) for name in processor.valid_kwargs.__annotations__}
     if start.image_size is not None:
         model.resize_input(image_size=start.image_size)
-    processor = load_processor(source, revision)
-    height, width = model.config.image_height_width
-    fields = {name: getattr(processor, name) for name in processor.valid_kwargs.__annotations__}
-    fields |= {"size": {"height": height, "width": width}, **given(recipe.pixels)}
+        height, width = model.config.image_height_width
+        fields["size"] = {"height": height, "width": width}
+    fields |= given(recipe.pixels)
     return dataset, model, ViTScratchImageProcessor(**fields)
 
 

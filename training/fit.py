@@ -19,6 +19,7 @@ from accelerate import PartialState
 from transformers import EvalPrediction, PrinterCallback, TrainingArguments
 
 from modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchImageProcessor
+from modeling_vit_scratch.configuration_vit_scratch import POOLINGS_OF_CLASS_TOKEN
 from modeling_vit_scratch.errors_vit_scratch import InputError
 from training import checkpoints, figures, run_folder
 from training.arguments import (
@@ -27,6 +28,7 @@ from training.arguments import (
     PretrainRecipe,
 )
 from training.callbacks import Interrupted, ProgressBar, ending_resumably
+from training.conversion import CONVERSION_FILE
 from training.data import ImageDataset, LabelledImages
 from training.evaluation import (
     accuracy_line,
@@ -61,8 +63,11 @@ def fit(
     processor: ViTScratchImageProcessor,
     dataset: ImageDataset,
     checkpoint: Path | None,
+    conversion: dict[str, Any] | None = None,
 ) -> Path:
     """Returns the run folder, complete: the model trained, evaluated and described.
+
+    `conversion` says what a start from another code's checkpoint was converted from; it is put into the folder.
 
     Raises:
         Interrupted: after SIGTERM or SIGINT; a checkpoint to resume from was saved.
@@ -77,6 +82,8 @@ def fit(
             check_length(checkpoint, trainer.args.max_steps)
         if is_main:
             _open_folder(recipe, verb, dataset, checkpoint)
+            if conversion is not None:
+                run_folder.write_json(folder / CONVERSION_FILE, conversion)
         trainer.fit(None if checkpoint is None else str(checkpoint))
     if trainer.stop_requests.stopped:
         trainer.accelerator.end_training()
@@ -138,7 +145,7 @@ def _all_or_nothing(folder: Path) -> Iterator[None]:
         yield
     except BaseException:
         if folder.is_dir() and not any(folder.glob("checkpoint-*")):
-            for name in (run_folder.RECIPE_FILE, run_folder.DATA_FILE):
+            for name in (run_folder.RECIPE_FILE, run_folder.DATA_FILE, CONVERSION_FILE):
                 (folder / name).unlink(missing_ok=True)
             for empty in (folder / run_folder.FIGURES_FOLDER, *([] if existed else [folder])):
                 with suppress(OSError):
@@ -310,6 +317,7 @@ def _draw_gallery(
         outputs.attentions,
         num_prefix_tokens=model.config.num_prefix_tokens,
         grid_size=(pixel_values.shape[2] // patch_height, pixel_values.shape[3] // patch_width),
+        from_class_token=model.config.pooling in POOLINGS_OF_CLASS_TOKEN,
     )
     captions = [
         figures.Caption(

@@ -1,14 +1,21 @@
-"""Models and image processors from a folder or a Hub repo, with errors that name it."""
+"""Models and image processors from a folder, file or Hub repo, with errors that name it.
+
+What is no vit_scratch checkpoint is converted in memory, and compared with the original before anything is made of it.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from safetensors import SafetensorError
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from modeling_vit_scratch import (
     ViTScratchConfig,
@@ -16,23 +23,86 @@ from modeling_vit_scratch import (
     ViTScratchImageProcessor,
     ViTScratchModel,
 )
+from modeling_vit_scratch.conversion_vit_scratch import built
+from modeling_vit_scratch.convert_vit_scratch import convert, is_vit_scratch, locate, weight_files
 from modeling_vit_scratch.errors_vit_scratch import EnvironmentFault, InputError
+from training.arguments import DataArguments
+from training.conversion import CONVERSION_FILE, conversion_record, describe, proven
+from training.data import ImageDataset, load_image_dataset
+from training.run_folder import read_json
 
-__all__ = ["class_names_of", "load_classifier", "load_config", "load_processor", "with_new_head"]
+__all__ = [
+    "Converted",
+    "class_names_of",
+    "conversion_of",
+    "load_classifier",
+    "load_config",
+    "load_images_for",
+    "load_processor",
+    "reading",
+    "with_new_head",
+]
+
+logger = logging.getLogger(__name__)
 
 Loaded = TypeVar("Loaded")
 
 
+@dataclass(frozen=True, eq=False)
+class Converted:
+    """A checkpoint of another code, as ours."""
+
+    model: PreTrainedModel
+    image_processor: ViTScratchImageProcessor
+    record: dict[str, Any]
+    """What conversion.json says of it."""
+
+
+def converted(source: str, revision: str | None = None) -> Converted | None:
+    """Returns what a checkpoint of another code becomes, proven to be equal; None for a vit_scratch checkpoint."""
+    if _is_ours(source, revision):
+        return None
+    path = Path(source)
+    files = [*weight_files(path), *path.glob("*.json")] if path.exists() else []
+    stamp = tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+    return _convert(source, revision, stamp)
+
+
+# The last one only: a verb asks for config, processor and weights of one source in turn.
+@functools.lru_cache(maxsize=1)
+def _convert(source: str, revision: str | None, stamp: tuple[tuple[str, int, int], ...]) -> Converted:
+    path = reading(lambda: locate(source, revision), source)
+    conversion = reading(lambda: convert(path, source=source), source)
+    for line in describe(conversion):
+        logger.info(line)
+    differences = proven(conversion, None, say=logger.info)
+    record = conversion_record(source, weight_files(path), [(conversion, differences)])
+    return Converted(conversion.model, conversion.image_processor, record)
+
+
+def _is_ours(source: str, revision: str | None) -> bool:
+    path = Path(source)
+    if path.exists():
+        return reading(lambda: is_vit_scratch(path), source)
+    stored, _ = reading(lambda: PreTrainedConfig.get_config_dict(source, revision=revision), source)
+    return stored.get("model_type") == ViTScratchConfig.model_type
+
+
+def conversion_of(source: str, revision: str | None = None) -> dict[str, Any] | None:
+    """Returns the conversion.json of a source that is, or was made from, a checkpoint of another code."""
+    found = converted(source, revision)
+    if found is not None:
+        return found.record
+    stored = Path(source) / CONVERSION_FILE
+    return read_json(stored) if stored.is_file() else None
+
+
 def load_config(source: str, revision: str | None = None) -> ViTScratchConfig:
-    """Returns the configuration stored in a folder or Hub repo."""
-    stored, _ = _load(lambda: PreTrainedConfig.get_config_dict(source, revision=revision), source)
-    if not stored:
-        raise InputError(f"model_name_or_path={source}: there is no config.json, so no model")
-    if stored.get("model_type") != ViTScratchConfig.model_type:
-        raise InputError(
-            f"{source} holds a model of type {stored.get('model_type')!r}; this command takes vit_scratch checkpoints"
-        )
-    config = _load(lambda: ViTScratchConfig.from_pretrained(source, revision=revision or "main"), source)
+    """Returns the configuration stored in a folder or Hub repo, or that of a converted checkpoint."""
+    found = converted(source, revision)
+    if found is not None:
+        return cast(ViTScratchConfig, copy.deepcopy(found.model.config))
+    config = reading(lambda: ViTScratchConfig.from_pretrained(source, revision=revision or "main"), source)
     for name in ("auto_map", "custom_pipelines"):  # a published model's; what is trained from it is not published yet
         vars(config).pop(name, None)
     return config
@@ -46,7 +116,9 @@ def load_classifier(
     if hidden_dropout_prob is not None:
         config.hidden_dropout_prob = hidden_dropout_prob
         config.validate()
-    model, info = _load(
+    if (found := converted(source, revision)) is not None:
+        return _converted_classifier(found, config, source)
+    model, info = reading(
         lambda: ViTScratchForImageClassification.from_pretrained(
             source, config=config, revision=revision, output_loading_info=True, dtype="float32"
         ),
@@ -57,16 +129,29 @@ def load_classifier(
     return model
 
 
+def _converted_classifier(found: Converted, config: ViTScratchConfig, source: str) -> ViTScratchForImageClassification:
+    if not isinstance(found.model, ViTScratchForImageClassification):
+        raise InputError(f"{source} has no trained classifier, it is an encoder; fine-tune it first")
+    tensors = {name: tensor.float() for name, tensor in found.model.state_dict().items()}
+    return cast(ViTScratchForImageClassification, built(ViTScratchForImageClassification, config, tensors, source))
+
+
 def load_processor(source: str, revision: str | None = None) -> ViTScratchImageProcessor:
-    """Returns the image processor stored beside a model."""
-    return _load(lambda: ViTScratchImageProcessor.from_pretrained(source, revision=revision or "main"), source)
+    """Returns the image processor stored beside a model, or that of a converted checkpoint."""
+    found = converted(source, revision)
+    if found is not None:
+        return copy.deepcopy(found.image_processor)
+    return reading(lambda: ViTScratchImageProcessor.from_pretrained(source, revision=revision or "main"), source)
 
 
 def with_new_head(
     source: str, revision: str | None, class_names: list[str], *, hidden_dropout_prob: float | None
 ) -> ViTScratchForImageClassification:
     """Returns the stored encoder under a zero-initialised linear head, without pre-logits layer (section 3.2)."""
-    encoder = _load(lambda: ViTScratchModel.from_pretrained(source, revision=revision, dtype="float32"), source)
+    if (found := converted(source, revision)) is not None:
+        encoder = found.model.base_model
+    else:
+        encoder = reading(lambda: ViTScratchModel.from_pretrained(source, revision=revision, dtype="float32"), source)
     config = load_config(source, revision)
     config.representation_size = None
     config.head_bias_init = 0.0
@@ -82,13 +167,31 @@ def with_new_head(
     return model
 
 
+def load_images_for(config: ViTScratchConfig, arguments: DataArguments, source: str) -> ImageDataset:
+    """Returns the dataset in the order of the model's classes, whose names `config` gets where it has none."""
+    stored = class_names_of(config)
+    if stored != [f"LABEL_{index}" for index in range(len(stored))]:
+        return load_image_dataset(arguments, class_names=stored)
+    dataset = load_image_dataset(arguments)  # those are transformers' names for classes without one
+    if len(dataset.class_names) != len(stored):
+        raise InputError(
+            f"{source} has {len(stored)} classes without names, and {dataset.description['dataset']} has "
+            f"{len(dataset.class_names)} classes; name the dataset it was trained on, or fine-tune with a new head"
+        )
+    logger.warning("the classes of %s have no names: they are taken for those of the dataset, in its order", source)
+    config.id2label = dict(enumerate(dataset.class_names))
+    config.label2id = {name: index for index, name in enumerate(dataset.class_names)}
+    return dataset
+
+
 def class_names_of(config: ViTScratchConfig) -> list[str]:
     """Returns the names of the classes in the order of their indices."""
     names = cast(dict[int, str], config.id2label)
     return [names[index] for index in range(len(names))]
 
 
-def _load(load: Callable[[], Loaded], source: str) -> Loaded:
+def reading(load: Callable[[], Loaded], source: str) -> Loaded:
+    """Returns what `load` does; what the Hub and the disk raise becomes an error that names the source."""
     try:
         return load()
     except SafetensorError as error:

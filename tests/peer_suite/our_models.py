@@ -1,0 +1,166 @@
+"""transformers' common tests on our classes. Every test defined here stands in the list of the test that runs this."""
+
+import copy
+import tempfile
+import unittest
+
+import torch
+from transformers.models.auto import modeling_auto
+
+from modeling_vit_scratch import (
+    ViTScratchBackbone,
+    ViTScratchConfig,
+    ViTScratchForImageClassification,
+    ViTScratchForMaskedAutoencoding,
+    ViTScratchForMaskedPatchPrediction,
+    ViTScratchImageProcessor,
+    ViTScratchModel,
+)
+from modeling_vit_scratch.errors_vit_scratch import InputError
+
+# The mixins look up in these tables, which the Auto classes' `register` leaves alone, what a class takes and returns.
+modeling_auto.MODEL_MAPPING_NAMES["vit_scratch"] = "ViTScratchModel"
+modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES["vit_scratch"] = "ViTScratchForImageClassification"
+modeling_auto.MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING_NAMES["vit_scratch"] = "ViTScratchForMaskedPatchPrediction"
+modeling_auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES["vit_scratch"] = "ViTScratchForMaskedAutoencoding"
+modeling_auto.MODEL_FOR_BACKBONE_MAPPING_NAMES["vit_scratch"] = "ViTScratchBackbone"
+
+from ... import test_modeling_common as common  # noqa: E402  # reads the tables at import
+from ...test_backbone_common import BackboneTesterMixin  # noqa: E402
+from ...test_configuration_common import ConfigTester  # noqa: E402
+from ...test_image_processing_common import ImageProcessingTester, ImageProcessingTestMixin  # noqa: E402
+from ..testers import ImageTraining, VisionModelTester  # noqa: E402
+
+
+def config_zero_init(config):
+    """Theirs takes any field with "_std" in its name for the spread of an initialiser, `image_std` too."""
+    config = copy.deepcopy(config)
+    if config.layer_scale_init is not None:
+        config.layer_scale_init = 1e-10
+    return config
+
+
+def set_config_for_less_flaky_test(config):
+    """Theirs also sets fields that the config does not have, and that it then refuses to load."""
+    config.layer_norm_eps = 1.0
+
+
+common._config_zero_init = config_zero_init
+common.set_config_for_less_flaky_test = set_config_for_less_flaky_test
+
+
+class CommonTests(ImageTraining, common.ModelTesterMixin):
+    test_resize_embeddings = False
+    test_can_init_all_missing_weights_before_2023 = True  # else the test is skipped for files without a date
+    model_tester = None
+    fields: dict = {}
+
+    def setUp(self):
+        self.model_tester = VisionModelTester(self, ViTScratchConfig, **self.fields)
+
+    def test_config(self):
+        ConfigTester(self, config_class=ViTScratchConfig, has_text_modality=False, hidden_size=24).run_common_tests()
+
+    def test_model_get_set_embeddings(self):
+        for model_class in self.all_model_classes:
+            model = model_class(self.model_tester.get_config())
+            self.assertIsInstance(model.get_input_embeddings(), torch.nn.Module)
+            self.assertIsNone(model.get_output_embeddings())
+
+    def test_model_weights_reload_no_missing_tied_weights(self):
+        with self.assertRaisesRegex(InputError, "missing"):
+            super().test_model_weights_reload_no_missing_tied_weights()
+
+    @unittest.skip("needs the objective of regression, which the configuration refuses")
+    def test_problem_types(self):
+        pass
+
+    def test_sdpa_can_dispatch_non_composite_models(self):
+        for model_class in self.all_model_classes:
+            model = model_class(self.model_tester.get_config())
+            with tempfile.TemporaryDirectory() as folder:
+                model.save_pretrained(folder)
+                for kernel in ("sdpa", "eager"):
+                    loaded = model_class.from_pretrained(folder, attn_implementation=kernel)
+                    kernels = {
+                        module.config._attn_implementation
+                        for module in loaded.modules()
+                        if type(module).__name__.endswith("Attention")
+                    }
+                    self.assertEqual(kernels, {kernel})
+
+
+class ViTScratchModelTest(CommonTests, unittest.TestCase):
+    all_model_classes = (
+        ViTScratchModel,
+        ViTScratchForImageClassification,
+        ViTScratchForMaskedPatchPrediction,
+        ViTScratchBackbone,
+    )
+    trained_class = ViTScratchForImageClassification
+
+
+class MaskedAutoencodingTest(CommonTests, unittest.TestCase):
+    all_model_classes = (ViTScratchForMaskedAutoencoding,)
+    trained_class = ViTScratchForMaskedAutoencoding
+    fields = {
+        "num_tokens": 5,  # the class token and a quarter of the patches
+        "decoder_hidden_size": 32,
+        "decoder_num_hidden_layers": 2,
+        "decoder_num_attention_heads": 4,
+        "decoder_intermediate_size": 37,
+    }
+
+    def training_labels(self, batch_size):
+        return {}
+
+
+class HybridTest(CommonTests, unittest.TestCase):
+    """Tokens, positions, residuals and stem that transformers' ViT does not have."""
+
+    all_model_classes = (ViTScratchModel, ViTScratchForImageClassification, ViTScratchForMaskedPatchPrediction)
+    trained_class = ViTScratchForImageClassification
+    fields = {
+        "num_tokens": 18,
+        "stem_depths": [1],
+        "use_distillation_token": True,
+        "position_embedding_type": "relative",
+        "layer_scale_init": 0.1,
+        "drop_path_rate": 0.1,
+    }
+
+
+class ModernTest(CommonTests, unittest.TestCase):
+    """Rotary positions, registers, SwiGLU, normalised queries and keys, attention pooling."""
+
+    all_model_classes = (ViTScratchModel, ViTScratchForImageClassification, ViTScratchForMaskedPatchPrediction)
+    trained_class = ViTScratchForImageClassification
+    fields = {
+        "num_tokens": 18,
+        "pooling": "attention",
+        "num_register_tokens": 2,
+        "position_embedding_type": "rope_2d",
+        "mlp_type": "swiglu",
+        "hidden_act": "silu",
+        "qk_norm": True,
+    }
+
+
+class ViTScratchBackboneTest(BackboneTesterMixin, unittest.TestCase):
+    all_model_classes = (ViTScratchBackbone,)
+    config_class = ViTScratchConfig
+
+    def setUp(self):
+        self.model_tester = VisionModelTester(self, ViTScratchConfig, num_hidden_layers=4)
+
+
+class OurProcessorTester(ImageProcessingTester):
+    def __init__(self, parent):
+        super().__init__(parent, size={"height": 18, "width": 18}, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+
+    def _get_image_processing_classes(self):
+        return {"torchvision": ViTScratchImageProcessor}
+
+
+class ViTScratchImageProcessorTest(ImageProcessingTestMixin, unittest.TestCase):
+    image_processor_tester_class = OurProcessorTester
