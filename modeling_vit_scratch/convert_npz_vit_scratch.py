@@ -367,8 +367,8 @@ def _check_fields(config: PreTrainedConfig, image_processor: ViTScratchImageProc
         "pooling": (config.pooling, ("class_token", "mean", "attention")),
         "use_class_token": (config.use_class_token, (config.pooling == "class_token",)),
         "final_norm": (config.final_norm, ("before_pooling",)),
-        "image_mean": (set(image_processor.image_mean), ({0.5},)),
-        "image_std": (set(image_processor.image_std), ({0.5},)),
+        "image_mean": (image_processor.image_mean, ([0.5] * config.num_channels,)),
+        "image_std": (image_processor.image_std, ([0.5] * config.num_channels,)),
     }
     if _needs_big_vision(config):  # it has no hybrids
         fitting["stem_depths"] = (config.stem_depths, (None,))

@@ -75,6 +75,7 @@ def from_onnx(path: str | Path, *, num_attention_heads: int | None = None) -> Co
         InputError: not a whole ONNX file, or no DINOv2 in it.
     """
     encoder = _find_encoder(path)
+    graph = encoder.graph
     positions = _find_positions(encoder)
     declared_size = _declared_size(encoder)
     config = _config(encoder, positions, declared_size, num_attention_heads)
@@ -83,7 +84,8 @@ def from_onnx(path: str | Path, *, num_attention_heads: int | None = None) -> Co
     model = built(ViTScratchModel, config, state_dict, encoder.source)
     height, width = declared_size or config.image_height_width
     fields = {**_PIXELS, "size": {"height": height, "width": width}}
-    own_sizes = [] if positions.resize is None else [config.image_height_width]
+    fits_any_size = positions.resize is not None and any(map(graph.depends_on_input, positions.resize.input[2:]))
+    own_sizes = [config.image_height_width] if fits_any_size else []
     return Conversion(
         source=encoder.source,
         model=model,
@@ -233,7 +235,7 @@ def _notes(encoder: _Encoder, positions: _Positions) -> list[str]:
 
 
 def _reference(encoder: _Encoder) -> Callable[[Tensor], dict[str, Tensor]]:
-    """Returns onnxruntime's features, image by image, since the batch may be fixed to one."""
+    """Returns onnxruntime's features, image by image, each in a batch of copies where the file fixes its size."""
     try:
         import onnxruntime
     except ImportError as error:
@@ -245,9 +247,11 @@ def _reference(encoder: _Encoder) -> Callable[[Tensor], dict[str, Tensor]]:
     assert features is not None, "the file has every tensor of a Dinov2, and so its last LayerNorm"
     session = onnxruntime.InferenceSession(encoder.graph.computing(features), providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
+    batch_size = encoder.graph.model.graph.input[0].type.tensor_type.shape.dim[0].dim_value or 1
 
     def reference(pixel_values: Tensor) -> dict[str, Tensor]:
-        rows = [session.run([features], {name: image.numpy()})[0] for image in pixel_values.split(1)]
+        batches = [image.expand(batch_size, -1, -1, -1).numpy() for image in pixel_values]
+        rows = [session.run([features], {name: batch})[0][:1] for batch in batches]
         return {"last_hidden_state": torch.from_numpy(np.concatenate(rows))}
 
     return reference

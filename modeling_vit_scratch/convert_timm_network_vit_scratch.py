@@ -21,6 +21,7 @@ __all__ = [
     "import_timm",
     "load_timm_network",
     "network_of_shapes",
+    "num_classes",
     "obstacles",
     "registered_network",
     "rename_release",
@@ -43,6 +44,9 @@ HEADS = {
     1408: 16, 1536: 24, 1664: 16,
 }  # fmt: skip
 WIDTH_WITH_SEVERAL_HEADS = 1536
+
+# Arguments of timm.create_model itself: with them a config.json could have other files fetched and unpickled.
+NO_MODEL_ARGS = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
 
 HYBRID = (
     "a patch_embed.backbone: the standardised convolutions of timm's ResNet stems divide by sqrt(var + 1e-8) and the "
@@ -75,11 +79,14 @@ def registered_network(
         )
     known = timm.models.PretrainedCfg.__dataclass_fields__
     cfg = {name: value for name, value in pretrained_cfg.items() if name in known}
-    arguments = {**arguments, "dynamic_img_size": True}
+    if foreign := sorted(NO_MODEL_ARGS & arguments.keys()):
+        raise InputError(f"{source}: model_args names {', '.join(foreign)}, no argument of a network; remove it")
     try:
         with torch.device("meta"):
-            return timm.create_model(architecture, pretrained_cfg=cfg or None, **arguments)
-    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+            return timm.create_model(
+                architecture, pretrained_cfg=cfg or None, **{**arguments, "dynamic_img_size": True}
+            )
+    except Exception as error:  # arguments come out of a file: what timm raises depends on what is wrong with them
         raise InputError(
             f"{source}: timm {timm.__version__} does not build {architecture} as a VisionTransformer with "
             f"{arguments}: {_line(error)}"
@@ -105,7 +112,7 @@ def network_of_shapes(
     try:
         with torch.device("meta"):
             return network(**arguments, dynamic_img_size=True)
-    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+    except AssertionError as error:  # tokens, pooling and heads that do not go together
         raise InputError(f"{source}: no VisionTransformer of timm has these tensors: {_line(error)}") from error
 
 
@@ -131,6 +138,11 @@ def rename_release(state: Mapping[str, Tensor], notes: list[str]) -> dict[str, T
         positions, registers = renamed["pos_embed"], renamed["reg_token"]
         renamed["pos_embed"] = torch.cat((positions[:, :1], torch.zeros_like(registers), positions[:, 1:]), dim=1)
     return renamed
+
+
+def num_classes(state: Mapping[str, Tensor], source: str) -> int:
+    """Returns the width of the head, 0 without one."""
+    return _shape(state, "head.weight", 2, source)[0] if "head.weight" in state else 0
 
 
 def activation_of(act: nn.Module) -> str | None:
@@ -159,12 +171,12 @@ def _inferred_arguments(
         "depth": len({name.split(".")[1] for name in state if re.match(r"blocks\.\d+\.", name)}),
         "num_heads": _num_heads(state, num_attention_heads, is_swiglu, source, notes),
         "mlp_ratio": (packed[0] + 0.5) / kernel[0],  # timm takes the integer part of the product
-        "num_classes": len(state.get("head.weight", ())),
+        "num_classes": num_classes(state, source),
         "qkv_bias": "blocks.0.attn.qkv.bias" in state,
         "qk_norm": "blocks.0.attn.q_norm.weight" in state,
         "init_values": 1e-5 if "blocks.0.ls1.gamma" in state else None,
         "class_token": "cls_token" in state,
-        "reg_tokens": state["reg_token"].shape[1] if "reg_token" in state else 0,
+        "reg_tokens": _shape(state, "reg_token", 3, source)[1] if "reg_token" in state else 0,
         "pos_embed": "learn" if "pos_embed" in state else "none",
         "pre_norm": "norm_pre.weight" in state,
         "global_pool": _global_pool(state),
@@ -184,6 +196,8 @@ def _shape(state: Mapping[str, Tensor], name: str, num_axes: int, source: str) -
 def _num_heads(state: Mapping[str, Tensor], given: int | None, is_swiglu: bool, source: str, notes: list[str]) -> int:
     width = state["patch_embed.proj.weight"].shape[0]
     if given is not None:
+        if given < 1 or width % given:
+            raise InputError(f"{source}: num_attention_heads={given} does not divide the width of {width}")
         return given
     if "blocks.0.attn.q_norm.weight" in state:
         return width // len(state["blocks.0.attn.q_norm.weight"])
@@ -211,7 +225,7 @@ def _inferred_grid(
     num_prefix = arguments["class_token"] + ("dist_token" in state) + arguments["reg_tokens"]
     numbers = {num_rows - num_prefix: False, num_rows: num_prefix > 0}  # of patches: no_embed_class
     if image_size is not None:
-        height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+        height, width = [image_size] * 2 if isinstance(image_size, int) else image_size
         num_patches = (height // patch_height) * (width // patch_width)
         if num_rows and num_patches not in numbers:
             raise InputError(f"{source}: pos_embed has {num_rows} rows, image_size={image_size} {num_patches} patches")

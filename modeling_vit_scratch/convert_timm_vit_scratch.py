@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -20,6 +21,7 @@ from .convert_timm_network_vit_scratch import (
     import_timm,
     load_timm_network,
     network_of_shapes,
+    num_classes,
     obstacles,
     registered_network,
     rename_release,
@@ -88,24 +90,29 @@ def from_timm(
     """
     notes: list[str] = []
     if architecture is None:
-        state = rename_release(state_dict, notes)
-        pixels = pretrained_cfg or _assumed_pixels(state_dict, notes)
+        state, pixels = rename_release(state_dict, notes), pretrained_cfg or _assumed_pixels(state_dict, notes)
         network = network_of_shapes(
             state, source=source, num_attention_heads=num_attention_heads, image_size=image_size, notes=notes
         )
     else:
         state, pixels = dict(state_dict), pretrained_cfg or {}
-        arguments = {**(model_args or {}), "num_classes": len(state.get("head.weight", ()))}
+        arguments = {**(model_args or {}), "num_classes": num_classes(state, source)}
         network = registered_network(architecture, arguments, pixels, source)
     if found := list(obstacles(network)):
         raise InputError(f"{source}: timm's {architecture or type(network).__name__} has {'; '.join(found)}")
     load_timm_network(network, state, source)
     fold_register_positions(network, notes)
-    config = ViTScratchConfig(**_fields(network, notes), **_label_fields(network, pixels, notes))
-    model_class = ViTScratchForImageClassification if network.num_classes else ViTScratchModel
-    model = built(
-        model_class, config, tensors_of_vit_scratch(network.state_dict(), config, network.num_classes > 0), source
-    )
+    return _converted(network, pixels, source, notes)
+
+
+def _converted(network: Any, pixels: Mapping[str, Any], source: str, notes: list[str]) -> Conversion:
+    has_head = network.num_classes > 0
+    try:
+        config = ViTScratchConfig(**_fields(network, notes), **_label_fields(network, pixels, notes))
+    except StrictDataclassError as error:
+        raise InputError(f"{source}: {error.__cause__}") from error
+    model_class = ViTScratchForImageClassification if has_head else ViTScratchModel
+    model = built(model_class, config, tensors_of_vit_scratch(network.state_dict(), config, has_head), source)
     return Conversion(
         source=source,
         model=model,
@@ -122,7 +129,7 @@ def read_timm_config(config: dict[str, Any]) -> dict[str, Any]:
     if (labels := config.get("label_names", config.get("labels"))) is not None:
         pretrained_cfg["label_names"] = labels
     return {
-        "architecture": config["architecture"],
+        "architecture": config.get("architecture", pretrained_cfg.get("architecture")),
         "pretrained_cfg": pretrained_cfg,
         "model_args": config.get("model_args") or {},
     }
@@ -133,7 +140,8 @@ def to_timm(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns state dict and config of a folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` loads.
 
-    The files are model.safetensors and config.json.
+    The files are model.safetensors and config.json. Not carried, since timm has no field for them: head_bias_init,
+    position_interpolation (timm's is bicubic with antialiasing), and what only our pre-training heads read.
 
     Raises:
         InputError: names the field whose value timm has nothing for.

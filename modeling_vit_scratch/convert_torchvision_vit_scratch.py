@@ -80,22 +80,28 @@ def _arguments(state: Mapping[str, Tensor], num_attention_heads: int | None, sou
         )
     width, _, patch, patch_width = _shape(state, "conv_proj.weight", 4, source)
     num_patches = _shape(state, "encoder.pos_embedding", 3, source)[1] - 1
-    rows = math.isqrt(num_patches)
-    if rows * rows != num_patches or patch != patch_width:
+    rows = math.isqrt(max(0, num_patches))
+    if num_patches < 1 or rows * rows != num_patches or patch != patch_width:
         raise InputError(f"{source}: {num_patches} patches of {patch}x{patch_width} pixels are no square of squares")
     if num_attention_heads is None and width not in HEADS:
         raise InputError(f"{source}: no tensor tells the heads of a width of {width}; give num_attention_heads=...")
-    representation_size = len(state.get("heads.pre_logits.weight", ())) or None
+    num_heads = HEADS[width] if num_attention_heads is None else num_attention_heads
+    if num_heads < 1 or width % num_heads:
+        raise InputError(f"{source}: num_attention_heads={num_heads} does not divide the width of {width}")
     return {
         "image_size": rows * patch,
         "patch_size": patch,
         "num_layers": len({name.split(".")[2] for name in state if name.startswith("encoder.layers.")}),
-        "num_heads": num_attention_heads or HEADS[width],
+        "num_heads": num_heads,
         "hidden_dim": width,
         "mlp_dim": _shape(state, "encoder.layers.encoder_layer_0.mlp.0.weight", 2, source)[0],
-        "representation_size": representation_size,
-        "num_classes": len(state.get("heads.head.weight", ())) or 1,
+        "representation_size": _width(state, "heads.pre_logits.weight", source) or None,
+        "num_classes": _width(state, "heads.head.weight", source) or 1,
     }
+
+
+def _width(state: Mapping[str, Tensor], name: str, source: str) -> int:
+    return _shape(state, name, 2, source)[0] if name in state else 0
 
 
 def _shape(state: Mapping[str, Tensor], name: str, num_axes: int, source: str) -> tuple[int, ...]:

@@ -26,7 +26,16 @@ __all__ = [
 ]
 
 _NORMS_OF_DINO = ((r"\.norm1\.", ".layernorm_before."), (r"\.norm2\.", ".layernorm_after."))
-_DINOV2 = ((r"^encoder\.layer\.", "layers."), *_NORMS_OF_DINO)
+_DINOV2 = (
+    (r"^encoder\.layer\.", "layers."),
+    *_NORMS_OF_DINO,
+    # So transformers has them in memory before 5.24.
+    (r"\.attention\.attention\.query\.", ".attention.q_proj."),
+    (r"\.attention\.attention\.key\.", ".attention.k_proj."),
+    (r"\.attention\.attention\.value\.", ".attention.v_proj."),
+    (r"\.attention\.output\.dense\.", ".attention.o_proj."),
+    (r"\.mlp\.weights_out\.", ".mlp.down_proj."),
+)
 
 # transformers' ViT, DeiT and ViTMAE name their tensors as we do.
 _RENAMINGS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -87,7 +96,8 @@ def encoder_fields(config: PreTrainedConfig, source: str) -> tuple[dict[str, Any
         more = {
             "intermediate_size": config.intermediate_size,
             "attention_probs_dropout_prob": config.attention_dropout,
-            "pooling": "attention" if config.vision_use_head else "mean",
+            # Before 5.24 the field is there only where it was set.
+            "pooling": "attention" if getattr(config, "vision_use_head", True) else "mean",
         }
         more_notes = []
     else:
@@ -207,8 +217,10 @@ def label_fields(config: PreTrainedConfig, source: str) -> tuple[dict[str, Any],
     if not labels:
         raise InputError(f"{source}: num_labels=0, a classifier without classes; convert the encoder's checkpoint")
     if problem_type == "regression":
-        raise InputError(f"{source}: problem_type='regression' has no counterpart: it must be single_label_"
-                         "classification or multi_label_classification")  # fmt: skip
+        raise InputError(
+            f"{source}: problem_type='regression' has no counterpart; it must be single_label_classification or "
+            "multi_label_classification"
+        )
     if problem_type is None:
         problem_type = "single_label_classification" if len(labels) > 1 else "multi_label_classification"
         if len(labels) == 1:
@@ -231,13 +243,13 @@ def encoder_tensors(config: PreTrainedConfig, state_dict: Mapping[str, Tensor]) 
     if config.model_type == "dinov3_vit" and not config.use_gated_mlp:
         renamings += _MLP_OF_DINOV3
     tensors = _renamed(state_dict, renamings)
+    _split_fused(config, tensors)
     if tensors.pop("embeddings.mask_token", None) is not None:
         notes.append("the mask token of its pre-training is left out")
     if config.model_type == "siglip_vision_model":
         tensors["embeddings.position_embeddings"] = tensors["embeddings.position_embeddings"].unsqueeze(0)
-        _split_pooling_attention(tensors)
-    if getattr(config, "num_register_tokens", None) == 0:
-        del tensors["embeddings.register_tokens"]  # of no rows
+    if (registers := tensors.get("embeddings.register_tokens")) is not None and registers.shape[1] == 0:
+        del tensors["embeddings.register_tokens"]
     if config.model_type == "dinov3_vit":
         notes += _fill_biases(config, tensors)
     if config.model_type == "vit_mae":
@@ -274,12 +286,18 @@ def _renamed(state_dict: Mapping[str, Tensor], renamings: tuple[tuple[str, str],
     return tensors
 
 
-def _split_pooling_attention(tensors: dict[str, Tensor]) -> None:
+def _split_fused(config: PreTrainedConfig, tensors: dict[str, Tensor]) -> None:
+    """Puts the parts of what is one tensor there, and several here, in its place."""
     for kind in ("weight", "bias"):
-        fused = tensors.pop(f"attention_pooling.attention.in_proj_{kind}", None)
-        if fused is not None:
-            for projection, part in zip("qkv", fused.chunk(3), strict=True):
-                tensors[f"attention_pooling.attention.{projection}_proj.{kind}"] = part
+        _split(tensors, "attention_pooling.attention.", f"in_proj_{kind}", [f"{name}_proj.{kind}" for name in "qkv"])
+        for index in range(config.num_hidden_layers):  # DINOv2's SwiGLU before 5.24
+            _split(tensors, f"layers.{index}.mlp.", f"weights_in.{kind}", [f"gate_proj.{kind}", f"up_proj.{kind}"])
+
+
+def _split(tensors: dict[str, Tensor], prefix: str, fused: str, parts: list[str]) -> None:
+    tensor = tensors.pop(prefix + fused, None)
+    if tensor is not None:
+        tensors |= {prefix + name: part for name, part in zip(parts, tensor.chunk(len(parts)), strict=True)}
 
 
 def _fill_biases(config: PreTrainedConfig, tensors: dict[str, Tensor]) -> list[str]:

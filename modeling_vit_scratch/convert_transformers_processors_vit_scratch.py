@@ -58,13 +58,16 @@ def from_transformers_processor(
     """
     files = [folder / name for name in PROCESSOR_FILES if (folder / name).is_file()]
     if files:
-        fields, notes = (
-            _PUBLISHED[model_type],
-            [f"there is no {PROCESSOR_FILES[0]}: that of the published {model_type} checkpoints is assumed"],
-        )
-    else:
         fields, notes = _fields_of(_stored_processor(files[0]), files[0])
-    processor = ViTScratchImageProcessor.from_config(config, **fields)
+    else:
+        notes = [f"there is no {PROCESSOR_FILES[0]}: that of the published {model_type} checkpoints is assumed"]
+        fields = _PUBLISHED[model_type]
+        if config.num_channels != 3:  # the statistics are of RGB
+            fields = {name: value for name, value in fields.items() if name not in _IMAGENET}
+    try:
+        processor = ViTScratchImageProcessor.from_config(config, **fields)
+    except InputError as error:
+        raise InputError(f"{files[0] if files else folder}: {error}") from error
     _check_patches(processor, config, folder)
     return processor, notes
 

@@ -54,7 +54,7 @@ class Architecture:
     note: str = ""
 
 
-_MASKED = ("decoder.",), "the decoder of its pre-training is left out"
+_MASKED = ("decoder.",), "the mask token and the decoder of its pre-training are left out"
 _TEXT = ("text_model.", "logit_"), "the text tower is left out"
 
 # By model_type and class name, as in config.json.
@@ -149,7 +149,14 @@ def from_transformers(folder: str | Path, *, keep_distillation: bool = True) -> 
     if encoder.config.model_type == "deit" and not keep_distillation:
         theirs = vit_of(model)  # without the token a DeiT is a ViT
     reference = _Reference(theirs, model)
-    return Conversion(draft.source, model, processor, reference, reference.dtype, draft.notes + notes)
+    return Conversion(
+        source=draft.source,
+        model=model,
+        image_processor=processor,
+        reference=reference,
+        reference_dtype=reference.dtype,
+        notes=draft.notes + notes,
+    )
 
 
 def _architecture_of(folder: Path) -> tuple[str, Architecture]:

@@ -58,7 +58,9 @@ def attention_by_rule(
     scaled_dot_product_attention (benchmarks/fast_paths.py); everywhere else torch chooses its own kernel.
     """
     low_precision_on_cpu = query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16)
-    if low_precision_on_cpu and query.shape[2] <= MAX_TOKENS_WRITTEN_OUT:
+    # The ONNX exporter of torch takes the output of masked attention for contiguous, and then fails to reshape it.
+    is_export_of_mask = attention_mask is not None and torch.compiler.is_exporting()
+    if (low_precision_on_cpu and query.shape[2] <= MAX_TOKENS_WRITTEN_OUT) or is_export_of_mask:
         return eager_attention_forward(module, query, key, value, attention_mask, **kwargs)
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
 

@@ -100,6 +100,19 @@ class OnnxGraph:
                     return int(shape.reshape(-1)[-1])
         return None
 
+    def depends_on_input(self, name: str) -> bool:
+        """Whether `name` is computed from the graph's first input, if only from its shape."""
+        todo, seen = [name], {name}
+        while todo:
+            current = todo.pop()
+            if current == self.model.graph.input[0].name:
+                return True
+            node = self.producers.get(current)
+            new = set(node.input) - seen if node is not None else set()
+            seen |= new
+            todo += new
+        return False
+
     def path_to_constant(self, name: str) -> tuple[np.ndarray, list[Any]] | None:
         """Returns the constant that `name` is made of by moving and resizing alone, and the nodes between."""
         path: list[Any] = []

@@ -72,6 +72,7 @@ class ViTScratchForMaskedPatchPrediction(ViTScratchPreTrainedModel):
                 f"them: num_channels={config.num_channels} must be at most {MAX_COLOR_CHANNELS}; or use 'pixels'"
             )
         self.vit = ViTScratchModel(config, add_pooling_layer=False)
+        self.vit.embeddings.patch_dropout_rate = 0.0  # a patch that is not there cannot be predicted
         self.mask_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
         self.prediction_head = nn.Linear(config.hidden_size, _num_outputs(config))
         self.post_init()

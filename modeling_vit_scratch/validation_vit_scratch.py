@@ -1,6 +1,7 @@
 """What a configuration must not say: fields out of range, and fields that contradict each other."""
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from .errors_vit_scratch import InputError
 __all__ = ["ADDED_POSITIONS", "check_architecture", "check_grid", "check_labels", "check_pretraining", "check_tokens"]
 
 COUNTS = ("num_channels", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+FINITE = ("layer_norm_eps", "layer_scale_init", "rope_theta", "head_bias_init")
 RATES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "patch_dropout_rate")
 DECODER_COUNTS = (
     "decoder_hidden_size",
@@ -19,6 +21,7 @@ DECODER_COUNTS = (
     "decoder_num_attention_heads",
     "decoder_intermediate_size",
 )
+ROPE_THETA = 100.0  # what the config has where it says nothing
 ADDED_POSITIONS = ("learned_1d", "learned_2d", "sincos_2d")
 
 
@@ -43,6 +46,9 @@ def _check_ranges(config: PreTrainedConfig) -> None:
     for name in COUNTS:
         if getattr(config, name) < 1:
             raise InputError(f"{name}={getattr(config, name)} must be at least 1")
+    for name in FINITE:
+        if not math.isfinite(getattr(config, name) or 0):
+            raise InputError(f"{name}={getattr(config, name)} must be a finite number")
     for name in RATES:
         if not 0 <= getattr(config, name) < 1:
             raise InputError(f"{name}={getattr(config, name)} must be in [0, 1)")
@@ -52,6 +58,11 @@ def _check_ranges(config: PreTrainedConfig) -> None:
         raise InputError(f"layer_scale_init={config.layer_scale_init} must be above 0, or None for no LayerScale")
     if not config.rope_theta > 1:
         raise InputError(f"rope_theta={config.rope_theta} must be above 1")
+    if config.drop_path_rate > 0 and config.num_hidden_layers == 1:
+        raise InputError(
+            f"drop_path_rate={config.drop_path_rate} rises from 0 at the first layer, and num_hidden_layers=1 has no "
+            "other; use 0.0"
+        )
 
 
 def _check_stem(config: PreTrainedConfig) -> None:
@@ -101,6 +112,11 @@ def _check_positions(config: PreTrainedConfig) -> None:
         )
     if not config.class_token_position and kind != "learned_1d":
         raise InputError(f"class_token_position=False is for position_embedding_type='learned_1d'; got {kind!r}")
+    if config.rope_theta != ROPE_THETA and kind != "rope_2d":
+        raise InputError(
+            f"rope_theta={config.rope_theta} is for position_embedding_type='rope_2d'; {kind!r} leaves it at "
+            f"{ROPE_THETA}"
+        )
     for of_kind, width, multiple in (
         ("learned_2d", "hidden_size", 2),
         ("sincos_2d", "hidden_size", 4),
@@ -132,8 +148,15 @@ def check_pretraining(config: PreTrainedConfig) -> None:
         values = getattr(config, name)
         if values is not None and len(values) != config.num_channels:
             raise InputError(f"{name}={values} must have num_channels={config.num_channels} numbers")
-    if config.image_std is not None and not min(config.image_std) > 0:
-        raise InputError(f"image_std={config.image_std} must be above 0")
+    if (config.image_mean is None) != (config.image_std is None):
+        raise InputError(
+            f"image_mean={config.image_mean} and image_std={config.image_std} go together: give both, those of the "
+            "image processor, or neither"
+        )
+    if not all(0 <= mean <= 1 for mean in config.image_mean or []):
+        raise InputError(f"image_mean={config.image_mean} must be in [0, 1], of pixels on that scale")
+    if not all(0 < std < math.inf for std in config.image_std or []):
+        raise InputError(f"image_std={config.image_std} must be above 0 and finite")
 
 
 def check_grid(config: PreTrainedConfig) -> None:

@@ -115,12 +115,21 @@ def test_features_equal_onnxruntime_and_what_follows_them_is_left_out(conversion
     assert "left out what the file computes from the features: 1 tensors of decoder" in conversion.notes
 
 
-def test_a_file_for_one_size_keeps_its_grid(tmp_path):
-    """42 x 70 is resampled from the 4 x 4 table by the exporter, once and for all."""
+def test_a_file_for_one_size_is_proven_at_that_size(tmp_path):
+    """Its graph resamples the table to the grid of 42 x 70, whatever the image."""
     found = from_onnx(exported(tiny_dinov2(), tmp_path / "fixed.onnx", size=(42, 70), dynamic=False))
-    assert found.model.config.image_size in (56, [42, 70])
+    assert found.model.config.image_size == 56
     assert found.image_processor.size == {"height": 42, "width": 70}
     assert all(difference.is_equal and difference.image_size == (42, 70) for difference in prove(found))
+
+
+def test_a_table_that_is_added_as_it_is_is_found(tmp_path):
+    model = tiny_dinov2()
+    model.embeddings.interpolate_pos_encoding = lambda tokens, height, width: model.embeddings.position_embeddings
+    found = from_onnx(exported(model, tmp_path / "whole.onnx", dynamic=False))
+    assert torch.equal(found.model.embeddings.position_embeddings, model.embeddings.position_embeddings)
+    assert all(difference.is_equal for difference in prove(found))
+    assert any("how positions are resampled to others is assumed" in note for note in found.notes)
 
 
 def test_another_activation_is_not_taken_for_gelu(tmp_path):

@@ -1,5 +1,6 @@
 """timm's networks become ViTScratch networks that compute the same; timm itself is the reference."""
 
+import json
 import sys
 
 import numpy as np
@@ -7,6 +8,7 @@ import PIL.Image
 import pytest
 import torch
 from fixtures_modeling import random_pixels, randomize
+from safetensors.torch import load_file
 
 from modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchImageProcessor
 from modeling_vit_scratch.conversion_vit_scratch import prove
@@ -78,8 +80,8 @@ def converted(network, architecture=PLAIN, pretrained_cfg=None, **arguments):
 
 
 def pixels_for(network):
-    height, width = network.patch_embed.img_size
-    return random_pixels(height=height, width=width, channels=network.in_chans, dtype=torch.float64)
+    (height, width), channels = network.patch_embed.img_size, network.patch_embed.proj.in_channels
+    return random_pixels(height=height, width=width, channels=channels, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("architecture", "arguments"), NETWORKS.values(), ids=NETWORKS)
@@ -197,11 +199,15 @@ def test_what_has_no_place_is_refused_by_timms_name_for_it(architecture, argumen
         ("vit_enormous", {}, "architecture='vit_enormous' is none that timm"),
         ("resnet18", {}, "does not build resnet18 as a VisionTransformer"),
         (PLAIN, {"img_sise": 32}, "img_sise"),
+        (PLAIN, {"norm_layer": "none such"}, "does not build"),
+        (PLAIN, {"checkpoint_path": "pickled.pth"}, "model_args names checkpoint_path, no argument of a network"),
+        (PLAIN, {"img_size": 32, "patch_size": 14}, "weights: image_size=32 must be a multiple of patch_size=14"),
     ],
 )
 def test_an_architecture_timm_does_not_build_is_refused(architecture, arguments, message):
+    state = timm.create_model(PLAIN, depth=1, img_size=32, patch_size=14).state_dict()
     with pytest.raises(InputError, match=message) as caught:
-        from_timm({}, source="weights", architecture=architecture, model_args=arguments)
+        from_timm(state, source="weights", architecture=architecture, model_args={"depth": 1, **arguments})
     assert "\n" not in str(caught.value)
 
 
@@ -299,6 +305,19 @@ def test_the_heads_of_an_unknown_width_are_asked_for():
         from_timm(network_of().state_dict(), source="weights")
 
 
+@pytest.mark.parametrize("num_attention_heads", [0, 3])
+def test_heads_that_do_not_divide_the_width_are_refused(num_attention_heads):
+    with pytest.raises(InputError, match=f"num_attention_heads={num_attention_heads} does not divide the width of 32"):
+        from_timm(network_of().state_dict(), source="weights", num_attention_heads=num_attention_heads)
+
+
+def test_tokens_that_do_not_go_together_are_refused():
+    state = network_of(DISTILLED).state_dict()
+    state = {name.replace("norm.", "fc_norm.") if name.startswith("norm.") else name: state[name] for name in state}
+    with pytest.raises(InputError, match="no VisionTransformer of timm has these tensors"):
+        from_timm(state, source="weights", num_attention_heads=4)
+
+
 def test_the_table_of_heads_is_that_of_timms_registered_networks(monkeypatch):
     found = {}
     for module in (timm.models.vision_transformer, timm.models.deit):
@@ -377,11 +396,22 @@ def test_preprocessing_that_has_no_place_is_noted(pretrained_cfg, note):
     assert any(note in line for line in converted(network_of(), pretrained_cfg=pretrained_cfg).notes)
 
 
+def test_a_folder_that_timm_saved_equals_its_network(tmp_path):
+    network = network_of(DISTILLED)
+    timm.models.save_for_hf(network, tmp_path, safe_serialization=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    conversion = from_timm(load_file(tmp_path / "model.safetensors"), source="folder", **read_timm_config(config))
+    pixels = pixels_for(network)
+    torch.testing.assert_close(conversion.model(pixels).logits, network(pixels), **CLOSE)
+    assert conversion.image_processor.size == {"height": 32, "width": 32}
+
+
 def test_a_repos_config_is_read_in_both_forms():
     pixels = {"input_size": [3, 32, 32], "mean": [0.1, 0.2, 0.3]}
     new = {"architecture": PLAIN, "label_names": ["a", "b"], "model_args": ARGS, "pretrained_cfg": pixels}
-    old = {"architecture": PLAIN, "labels": ["a", "b"], **pixels}
+    old = {"labels": ["a", "b"], "architecture": PLAIN, **pixels}
     read_new, read_old = read_timm_config(new), read_timm_config(old)
+    assert read_timm_config({"pretrained_cfg": {"architecture": PLAIN}})["architecture"] == PLAIN
     assert (read_new["architecture"], read_new["model_args"]) == (PLAIN, ARGS)
     assert read_new["pretrained_cfg"] == {**pixels, "label_names": ["a", "b"]}
     assert read_old["pretrained_cfg"].items() >= read_new["pretrained_cfg"].items()

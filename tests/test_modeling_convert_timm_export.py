@@ -45,7 +45,8 @@ MODELS = {
     "distilled": {"use_distillation_token": True},
     "no positions, no bias": {"position_embedding_type": "none", "qkv_bias": False},
     "eps 1e-5": {"layer_norm_eps": 1e-5},
-    "erf GELU, odd MLP": {"hidden_act": "gelu", "intermediate_size": 45},
+    "erf GELU": {"hidden_act": "gelu"},
+    "an MLP of 61 / 28, times 28 below 61 in floats": {"hidden_size": 28, "intermediate_size": 61},
     "quick GELU": {"hidden_act": "quick_gelu"},
     "not square, 1 channel": {"image_size": [16, 48], "patch_size": [8, 16], "num_channels": 1},
     "width of a registered network": {"hidden_size": 192, "num_attention_heads": 3},
@@ -109,6 +110,15 @@ def test_tensors_of_ours_to_timm_and_back_are_bitwise_equal(make, fields):
     assert back.keys() == model.state_dict().keys()
     for name, tensor in model.state_dict().items():
         assert bits(tensor).equal(bits(back[name])), name
+
+
+def test_registers_without_positions_come_back_untouched_to_the_sign_of_zero():
+    model = model_of(**REGISTERS)
+    torch.nn.init.constant_(model.vit.embeddings.register_tokens, -0.0)
+    state_dict, config = to_timm(model, processor_of(model))
+    conversion = from_timm(state_dict, source="export", **read_timm_config(config))
+    assert conversion.model.vit.embeddings.register_tokens.signbit().all()
+    assert not conversion.notes
 
 
 @pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)

@@ -164,6 +164,7 @@ def with_tensor(name, *shape):
         (with_tensor("extra", 1), "does not hold the tensors.*extra"),
         (with_tensor("conv_proj.conv_bn_relu_0.0.weight", 8, 3, 3, 3), "conv_stem_configs"),
         (with_tensor("encoder.pos_embedding", 1, 13, 32), "12 patches of 8x8 pixels are no square"),
+        (with_tensor("encoder.pos_embedding", 1, 0, 32), "-1 patches of 8x8 pixels are no square"),
         (with_tensor("conv_proj.weight", 32, 4, 8, 8), "size mismatch for conv_proj.weight"),
     ],
 )
@@ -177,3 +178,9 @@ def test_tensors_that_do_not_fit_are_named(change, message):
 def test_the_heads_of_an_unknown_width_are_asked_for():
     with pytest.raises(InputError, match=r"width of 32; give num_attention_heads=\.\.\."):
         from_torchvision(network_of().state_dict(), "weights")
+
+
+@pytest.mark.parametrize("num_attention_heads", [0, 3])
+def test_heads_that_do_not_divide_the_width_are_refused(num_attention_heads):
+    with pytest.raises(InputError, match=f"num_attention_heads={num_attention_heads} does not divide the width of 32"):
+        from_torchvision(network_of().state_dict(), "weights", num_attention_heads=num_attention_heads)

@@ -110,7 +110,7 @@ def test_a_centre_crop_of_an_odd_margin_sits_at_most_one_pixel_off(tmp_path):
     assert any("one pixel off" in note for note in notes)
 
 
-@pytest.mark.parametrize(("crop", "edge"), [(224, 256), (224, 248), (384, 384), (336, 384), (32, 33), (98, 111)])
+@pytest.mark.parametrize(("crop", "edge"), [(224, 256), (224, 400), (384, 384), (336, 384), (32, 33), (98, 111)])
 def test_every_pair_of_shortest_edge_and_crop_covers_exactly_that_edge(tmp_path, crop, edge):
     theirs = transformers.BitImageProcessor(size={"shortest_edge": edge}, crop_size={"height": crop, "width": crop})
     ours, _ = converted(tmp_path, theirs, image_size=crop, patch_size=1)
@@ -171,6 +171,17 @@ def test_preprocessing_without_counterpart_is_refused_in_one_line(tmp_path, thei
     with pytest.raises(InputError, match=message) as refusal:
         converted(tmp_path, theirs)
     assert "\n" not in str(refusal.value) and str(tmp_path) in str(refusal.value)
+
+
+def test_statistics_of_other_channels_than_the_models_are_refused(tmp_path):
+    theirs = transformers.ViTImageProcessor(size=SQUARE)
+    with pytest.raises(InputError, match=r"preprocessor_config\.json: image_mean=.* \(num_channels=1\)"):
+        converted(tmp_path, theirs, num_channels=1)
+
+
+def test_without_a_file_one_channel_gets_no_statistics_of_rgb(tmp_path):
+    ours, _ = from_transformers_processor(tmp_path, "dinov2", tiny_config(num_channels=1))
+    assert (ours.image_mean, ours.image_std) == ([0.5], [0.5])
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"size": 32}', '{"image_processor_type": "NoSuchProcessor"}'])

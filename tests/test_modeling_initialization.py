@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,26 +28,30 @@ def config(**fields: Any) -> ViTScratchConfig:
     return tiny_config(**{**shape, **fields})
 
 
-def by_constructor(_: Path) -> ViTScratchForImageClassification:
-    return ViTScratchForImageClassification(config())
+def by_constructor(config: ViTScratchConfig) -> ViTScratchForImageClassification:
+    return ViTScratchForImageClassification(config)
 
 
-def by_auto_from_config(_: Path) -> ViTScratchForImageClassification:
-    return AutoModelForImageClassification.from_config(config())
+def by_auto_from_config(config: ViTScratchConfig) -> ViTScratchForImageClassification:
+    return AutoModelForImageClassification.from_config(config)
 
 
-def by_an_empty_state_dict(_: Path) -> ViTScratchForImageClassification:
-    return ViTScratchForImageClassification.from_pretrained(None, config=config(), state_dict={})
+def by_an_empty_state_dict(config: ViTScratchConfig) -> ViTScratchForImageClassification:
+    return ViTScratchForImageClassification.from_pretrained(None, config=config, state_dict={})
 
 
 WAYS = {"constructor": by_constructor, "from_config": by_auto_from_config, "empty state dict": by_an_empty_state_dict}
 
 
 @pytest.fixture(params=WAYS)
-def fresh(request, tmp_path) -> ViTScratchForImageClassification:
+def make(request) -> Callable[[ViTScratchConfig], ViTScratchForImageClassification]:
     set_seed(0)
-    make: Callable[[Path], ViTScratchForImageClassification] = WAYS[request.param]
-    return make(tmp_path)
+    return WAYS[request.param]
+
+
+@pytest.fixture
+def fresh(make) -> ViTScratchForImageClassification:
+    return make(config())
 
 
 def tensors(model: ViTScratchForImageClassification, *suffixes: str) -> list[Tensor]:
@@ -126,24 +129,140 @@ def test_layer_norms_are_the_identity(fresh):
     assert not any(tensor.any() for tensor in shifts)
 
 
+# What only some models have.
+
+
+def assert_normal(tensor: Tensor, std: float) -> None:
+    """Five standard errors of a deviation estimated from n numbers are 5 / sqrt(2 n) of it."""
+    assert tensor.std() == pytest.approx(std, rel=5 / math.sqrt(2 * tensor.numel()))
+    assert tensor.abs().max() > 2.2 * std  # untruncated
+
+
+@pytest.mark.parametrize(
+    ("fields", "suffixes"),
+    [
+        ({"num_register_tokens": 64}, ["embeddings.register_tokens"]),
+        ({"position_embedding_type": "learned_2d"}, ["position_embeddings_x", "position_embeddings_y"]),
+        ({"position_embedding_type": "relative"}, ["attention.positions.table"]),
+        (
+            {"position_embedding_placement": "every_layer"},
+            ["tables.0.position_embeddings", "tables.1.position_embeddings"],
+        ),
+        ({"position_embedding_placement": "every_layer_shared"}, ["tables.0.position_embeddings"]),
+    ],
+    ids=str,
+)
+def test_registers_and_positions_are_an_untruncated_normal_of_a_fiftieth(make, fields, suffixes):
+    model = make(config(**fields))
+    for suffix in suffixes:
+        for tensor in tensors(model, suffix):
+            assert_normal(tensor, 0.02)
+
+
+def test_layers_do_not_share_the_draws_of_their_positions(make):
+    one, other = tensors(make(config(position_embedding_placement="every_layer")), ".position_embeddings")
+    assert (one != other).all()
+
+
+def test_the_attention_head_is_initialised_as_a_layer_and_its_probe_as_a_matrix_of_one_row(make):
+    model = make(config(pooling="attention"))
+    (probe,) = tensors(model, "attention_pooling.probe")
+    limit = math.sqrt(6 / (1 + HIDDEN_SIZE))
+    assert 0.8 * limit < probe.abs().max() <= limit  # of 64 draws
+    for weight in tensors(model, *(f"attention_pooling.{name}" for name in ATTENTION)):
+        assert_uniform(weight, math.sqrt(3 / HIDDEN_SIZE))
+    for weight in tensors(model, "attention_pooling.mlp.fc1.weight", "attention_pooling.mlp.fc2.weight"):
+        assert_uniform(weight, math.sqrt(6 / (HIDDEN_SIZE + INTERMEDIATE_SIZE)))
+    assert not any(bias.any() for bias in tensors(model, *(f"attention_pooling.{name}" for name in ATTENTION_BIASES)))
+
+
+def test_swiglu_is_initialised_as_the_mlp(make):
+    model = make(config(mlp_type="swiglu", hidden_act="silu"))
+    for weight in tensors(model, "gate_proj.weight", "up_proj.weight", "down_proj.weight"):
+        assert_uniform(weight, math.sqrt(6 / (HIDDEN_SIZE + INTERMEDIATE_SIZE)))
+    assert_normal(torch.cat(tensors(model, "gate_proj.bias", "up_proj.bias", "down_proj.bias")), 1e-6)
+
+
+def test_a_distillation_token_and_its_head_begin_as_the_class_token_and_its_head(make):
+    model = make(config(use_distillation_token=True, representation_size=None))
+    assert not model.vit.embeddings.distillation_token.any()
+    assert not model.distillation_classifier.weight.any()
+    assert model.distillation_classifier.bias.tolist() == [-3.0] * 7
+
+
+def test_layer_scales_begin_at_the_configured_value(make):
+    scales = tensors(make(config(layer_scale_init=0.25)), "lambda1")
+    assert len(scales) == 4
+    assert torch.cat(scales).unique().tolist() == [0.25]
+
+
+def test_norms_of_queries_and_keys_are_the_identity(make):
+    model = make(config(qk_norm=True))
+    assert torch.cat(tensors(model, "q_norm.weight", "k_norm.weight")).unique().tolist() == [1.0]
+    assert torch.cat(tensors(model, "q_norm.bias", "k_norm.bias")).unique().tolist() == [0.0]
+
+
+HYBRID = {"stem_depths": [2], "image_size": 32, "patch_size": 8}
+
+
+def test_the_resnet_of_a_hybrid_begins_with_lecun_normal_kernels(make):
+    model = make(config(**HYBRID))
+    for kernel in tensors(model, "root.conv.weight", "conv1.weight", "conv2.weight", "conv3.weight"):
+        assert_lecun_normal(kernel, fan_in=kernel[0].numel())
+    (kernel,) = tensors(model, "projection.weight")
+    assert_lecun_normal(kernel, fan_in=2 * 2 * 256)
+
+
+def test_the_last_norm_of_a_residual_unit_begins_at_zero_and_the_others_as_the_identity(make):
+    model = make(config(**HYBRID))
+    assert torch.cat(tensors(model, "norm3.weight", "norm3.bias")).unique().tolist() == [0.0]
+    scales = tensors(model, "norm1.weight", "norm2.weight", "root.norm.weight", "downsample_norm.weight")
+    assert torch.cat(scales).unique().tolist() == [1.0]
+    shifts = tensors(model, "norm1.bias", "norm2.bias", "root.norm.bias", "downsample_norm.bias")
+    assert torch.cat(shifts).unique().tolist() == [0.0]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"use_distillation_token": True, "representation_size": None, "num_register_tokens": 2},
+    {"pooling": "attention", "qk_norm": True, "layer_scale_init": 0.25, "position_embedding_type": "relative"},
+    {"mlp_type": "swiglu", "hidden_act": "silu", "position_embedding_type": "learned_2d"},
+    {"pooling": "mean", "position_embedding_placement": "every_layer"},
+    {"pooling": "class_token_and_mean", **HYBRID},
+]
+
+
 def test_the_tests_above_leave_out_no_parameter():
+    layers = ("fc1", "fc2", "gate_proj", "up_proj", "down_proj")
     seen = (
         *ATTENTION,
         *ATTENTION_BIASES,
-        *(f"mlp.{layer}.{kind}" for layer in ("fc1", "fc2") for kind in ("weight", "bias")),
+        *(f"mlp.{layer}.{kind}" for layer in layers for kind in ("weight", "bias")),
         *(f"{layer}.{kind}" for layer in ("projection", "pooler.dense", "classifier") for kind in ("weight", "bias")),
         *(f"layernorm{place}.{kind}" for place in ("_before", "_after", "") for kind in ("weight", "bias")),
-        "position_embeddings",
-        "cls_token",
+        *(f"{letter}_norm.{kind}" for letter in "qk" for kind in ("weight", "bias")),
+        *(f".{norm}.{kind}" for norm in ("norm", "norm1", "norm2", "norm3") for kind in ("weight", "bias")),
+        *(f"downsample_{part}" for part in ("conv.weight", "norm.weight", "norm.bias")),
+        *(f".{conv}.weight" for conv in ("conv", "conv1", "conv2", "conv3")),
+        *("position_embeddings", "position_embeddings_x", "position_embeddings_y", "positions.table"),
+        *("cls_token", "distillation_token", "register_tokens", "probe", "lambda1"),
     )
-    assert all(name.endswith(seen) for name in by_constructor(Path()).state_dict())
+    names = [name for fields in OPTIONS for name in by_constructor(config(**fields)).state_dict()]
+    assert [name for name in names if not name.endswith(seen)] == []
+
+
+@pytest.mark.parametrize("fields", OPTIONS, ids=str)
+def test_a_fresh_classifier_of_any_kind_outputs_exactly_its_bias(fields):
+    model = by_constructor(config(**fields))
+    height, width = model.config.image_height_width
+    assert model(random_pixels(height=height, width=width)).logits.unique().tolist() == [-3.0]
 
 
 def test_one_seed_gives_one_model():
     set_seed(0)
-    one = by_constructor(Path()).state_dict()
+    one = by_constructor(config()).state_dict()
     set_seed(0)
-    torch.testing.assert_close(by_constructor(Path()).state_dict(), one, rtol=0, atol=0)
+    torch.testing.assert_close(by_constructor(config()).state_dict(), one, rtol=0, atol=0)
 
 
 def test_layers_do_not_share_their_draws(fresh):

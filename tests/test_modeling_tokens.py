@@ -46,11 +46,9 @@ def test_no_tensor_is_kept_for_a_token_that_is_not_there(name):
     assert [token for token in state if "token" in token] == names
 
 
-@pytest.mark.parametrize(("pooling", "has_class_token"), [("class_token", True), ("class_token_and_mean", True)])
-@pytest.mark.parametrize("use_class_token", [None, True])
-def test_there_is_a_class_token_where_the_pooling_reads_it(pooling, has_class_token, use_class_token):
-    config = tiny_config(pooling=pooling, use_class_token=use_class_token)
-    assert config.use_class_token is has_class_token
+@pytest.mark.parametrize("pooling", ["class_token", "class_token_and_mean"])
+def test_there_is_a_class_token_where_the_pooling_reads_it(pooling):
+    assert tiny_config(pooling=pooling).use_class_token is True
 
 
 @pytest.mark.parametrize("pooling", ["mean", "attention"])

@@ -78,7 +78,7 @@ class NetworkArguments:
 class StartArguments:
     """The checkpoint a fine-tuning starts from, and what is changed of it."""
 
-    model_name_or_path: str | None = _option(None, "folder or Hub repo of the checkpoint")
+    model_name_or_path: str | None = _option(None, "checkpoint, of ours or another code: folder, file or Hub repo")
     revision: str | None = _option(None, "branch, tag or commit of a Hub checkpoint")
     image_size: int | list[int] | None = _option(None, "pixels to fine-tune at; positions are resampled")
     hidden_dropout_prob: float | None = _option(None, "dropout while fine-tuning")
@@ -222,7 +222,7 @@ class FinetuneRecipe:
 class EvaluationArguments:
     """What is evaluated, and where the figures go."""
 
-    model_name_or_path: str | None = _option(None, "folder or Hub repo of the model")
+    model_name_or_path: str | None = _option(None, "model, of ours or another code: folder, file or Hub repo")
     revision: str | None = _option(None, "branch, tag or commit of a Hub model")
     split: Literal["train", "validation", "test"] = _option("test", "split to evaluate on")
     batch_size: int = _option(64, "images at once")

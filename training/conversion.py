@@ -111,12 +111,12 @@ def proven(conversion: Conversion, tolerance: float | None, *, say: Callable[[st
 
     differences = prove(conversion, tolerance=tolerance)
     dtype = str(conversion.reference_dtype).removeprefix("torch.")
-    say(f"proof   two fixed images in {dtype}, tolerance {differences[0].tolerance:g} of the largest value")
+    say(f"proof   two fixed images in {dtype}, tolerance {differences[0].tolerance:g} of max(1, largest value)")
     for found in differences:
         height, width = found.image_size
         say(
             f"        {found.output:17} at {height}x{width}: largest |difference| {found.largest:.1e}, "
-            f"largest value {found.scale:.3g}: {'equal' if found.is_equal else 'NOT equal'}"
+            f"relative to {found.scale:.3g}: {'equal' if found.is_equal else 'NOT equal'}"
         )
     if unequal := [found.output for found in differences if not found.is_equal]:
         raise UnequalError(
@@ -140,8 +140,8 @@ def describe_model(model: PreTrainedModel) -> str:
     config = model.config
     (height, width), (patch_height, patch_width) = config.image_height_width, config.patch_height_width
     usual = type(config)()
-    others = [name for name in type(config).__annotations__ if name not in _FIELDS_IN_WORDS]
-    others = [name for name in others if getattr(config, name) != getattr(usual, name)]
+    fields = [name for name in type(config).__annotations__ if name not in _FIELDS_IN_WORDS and name[0] != "_"]
+    others = [name for name in fields if getattr(config, name) != getattr(usual, name)]
     parts = [
         type(model).__name__,
         f"{height}x{width} pixels of {config.num_channels} channels in patches of {patch_height}x{patch_width}",
@@ -171,7 +171,7 @@ def conversion_record(
                 "output": found.output,
                 "image_size": list(found.image_size),
                 "largest_difference": found.largest,
-                "largest_value": found.scale,
+                "relative_to": found.scale,
                 "tolerance": found.tolerance,
             }
             for conversion, differences in proofs
@@ -210,28 +210,27 @@ def _check_output_dir(folder: Path) -> None:
 @contextmanager
 def _written_aside(folder: Path) -> Iterator[Path]:
     """A folder to write into, which then takes the place of `folder`; after an exception nothing has changed."""
+    from safetensors import SafetensorError
+
     from modeling_vit_scratch.errors_vit_scratch import EnvironmentFault
 
-    folder = folder.resolve()
+    folder, aside = folder.resolve(), None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.unfinished-", dir=folder.parent))
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write beside {folder}: {error.strerror}") from error
-    try:
-        yield aside
-        aside.chmod(0o777 & ~_umask())
+        content = aside / "new"
+        content.mkdir()
+        yield content
         if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(aside, folder)
+            os.replace(folder, aside / "old")
+        os.replace(content, folder)
+    except (OSError, SafetensorError) as error:
+        raise EnvironmentFault(
+            f"cannot write {folder}: {error}. Nothing was changed; make room or mend permissions, then run again."
+        ) from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def main(argv: list[str], prog: str = "vit-scratch convert") -> int:
@@ -281,7 +280,7 @@ def _parser(prog: str) -> FlagParser:
     parser.add_argument(
         "--tolerance",
         type=_positive(float),
-        help="largest difference, relative to the largest value [1e-8 in float64, 3e-5 in float32]",
+        help="largest difference, relative to max(1, largest value) [1e-8 in float64, 3e-5 in float32]",
     )
     size_help = "pixels, one number or height and width, of a file whose positions are those of no square"
     parser.add_argument("--image_size", type=_positive(int), nargs="+", help=size_help)

@@ -29,7 +29,7 @@ __all__ = ["finetune"]
 def finetune(recipe: FinetuneRecipe) -> Path:
     """Returns the run folder of a checkpoint that was trained on, or resumed."""
     if recipe.start.model_name_or_path is None:
-        raise InputError("--model_name_or_path is missing: name the folder or Hub repo to start from")
+        raise InputError("--model_name_or_path is missing: name the folder, file or Hub repo to start from")
     checkpoint, conversion = open_run(recipe, "finetune"), None
     if checkpoint is None:
         dataset, model, processor = _start(recipe)

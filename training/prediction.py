@@ -114,7 +114,7 @@ def _is_visible(path: Path, folder: Path) -> bool:
 
 def main(argv: list[str], prog: str = "vit-scratch predict") -> int:
     parser = FlagParser(prog=prog, description="Classify images and folders of images.")
-    parser.add_argument("model", help="folder or Hub repo of the model")
+    parser.add_argument("model", help="model, of ours or another code: folder, file or Hub repo")
     parser.add_argument("images", nargs="+", help="images, or folders of images")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub model")
     parser.add_argument("--output", help="a .csv or .jsonl file; default: print")

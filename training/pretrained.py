@@ -82,8 +82,11 @@ def _convert(source: str, revision: str | None, stamp: tuple[tuple[str, int, int
 
 def _is_ours(source: str, revision: str | None) -> bool:
     path = Path(source)
-    if path.exists():
-        return reading(lambda: is_vit_scratch(path), source)
+    return reading(lambda: is_vit_scratch(path), source) if path.exists() else _is_ours_on_the_hub(source, revision)
+
+
+@functools.lru_cache(maxsize=1)  # a request each
+def _is_ours_on_the_hub(source: str, revision: str | None) -> bool:
     stored, _ = reading(lambda: PreTrainedConfig.get_config_dict(source, revision=revision), source)
     return stored.get("model_type") == ViTScratchConfig.model_type
 

@@ -5,6 +5,7 @@ import tempfile
 import unittest
 
 import torch
+from transformers import initialization as init
 from transformers.models.auto import modeling_auto
 
 from modeling_vit_scratch import (
@@ -17,6 +18,8 @@ from modeling_vit_scratch import (
     ViTScratchModel,
 )
 from modeling_vit_scratch.errors_vit_scratch import InputError
+from modeling_vit_scratch.modeling_vit_scratch import ViTScratchAttention
+from modeling_vit_scratch.pretraining_vit_scratch import evaluation_noise
 
 # The mixins look up in these tables, which the Auto classes' `register` leaves alone, what a class takes and returns.
 modeling_auto.MODEL_MAPPING_NAMES["vit_scratch"] = "ViTScratchModel"
@@ -45,6 +48,19 @@ def set_config_for_less_flaky_test(config):
     config.layer_norm_eps = 1.0
 
 
+def initialize_with_random_head(model_class, head):
+    """Our heads begin at zero, where comparisons of what they return would pass for any encoder."""
+    initialize = model_class.initialize
+
+    def initialize_all(self):
+        initialize(self)
+        init.normal_(getattr(self, head).weight, std=0.2)
+
+    model_class.initialize = initialize_all
+
+
+initialize_with_random_head(ViTScratchForImageClassification, "classifier")
+initialize_with_random_head(ViTScratchForMaskedPatchPrediction, "prediction_head")
 common._config_zero_init = config_zero_init
 common.set_config_for_less_flaky_test = set_config_for_less_flaky_test
 
@@ -82,12 +98,8 @@ class CommonTests(ImageTraining, common.ModelTesterMixin):
                 model.save_pretrained(folder)
                 for kernel in ("sdpa", "eager"):
                     loaded = model_class.from_pretrained(folder, attn_implementation=kernel)
-                    kernels = {
-                        module.config._attn_implementation
-                        for module in loaded.modules()
-                        if type(module).__name__.endswith("Attention")
-                    }
-                    self.assertEqual(kernels, {kernel})
+                    layers = [module for module in loaded.modules() if isinstance(module, ViTScratchAttention)]
+                    self.assertEqual({layer.config._attn_implementation for layer in layers}, {kernel})
 
 
 class ViTScratchModelTest(CommonTests, unittest.TestCase):
@@ -112,7 +124,18 @@ class MaskedAutoencodingTest(CommonTests, unittest.TestCase):
     }
 
     def training_labels(self, batch_size):
-        return {}
+        return {"noise": evaluation_noise(batch_size, self.model_tester.mask_length)}  # one mask at every step
+
+
+class MaskedPatchPredictionTrainingTest(ImageTraining, unittest.TestCase):
+    trained_class = ViTScratchForMaskedPatchPrediction
+    model_tester = None
+
+    def setUp(self):
+        self.model_tester = VisionModelTester(self, ViTScratchConfig)
+
+    def training_labels(self, batch_size):
+        return {"bool_masked_pos": evaluation_noise(batch_size, self.model_tester.mask_length) < 0.5}
 
 
 class HybridTest(CommonTests, unittest.TestCase):
@@ -164,3 +187,11 @@ class OurProcessorTester(ImageProcessingTester):
 
 class ViTScratchImageProcessorTest(ImageProcessingTestMixin, unittest.TestCase):
     image_processor_tester_class = OurProcessorTester
+
+    def test_call_numpy_4_channels(self):
+        with self.assertRaisesRegex(InputError, "do_convert_rgb"):
+            super().test_call_numpy_4_channels()
+
+    def test_image_processor_from_dict_with_kwargs_has_attributes(self):
+        with self.assertRaisesRegex(InputError, "do_convert_rgb"):
+            super().test_image_processor_from_dict_with_kwargs_has_attributes()
