@@ -102,6 +102,8 @@ def from_timm(
         raise InputError(f"{source}: timm's {architecture or type(network).__name__} has {'; '.join(found)}")
     load_timm_network(network, state, source)
     fold_register_positions(network, notes)
+    if architecture is not None and not (model_args or {}).get("dynamic_img_size"):  # else timm takes one size only
+        pixels = {**pixels, "input_size": (network.patch_embed.proj.in_channels, *network.patch_embed.img_size)}
     return _converted(network, pixels, source, notes)
 
 

@@ -1,34 +1,15 @@
-"""Checkpoints of other codes, tiny, and the command that converts them."""
+"""Checkpoints of other codes, tiny: folders, files and a repo."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from fixtures_modeling import tiny_classifier
-from fixtures_training import Outcome, call
+from foreign_checkpoints import DIGITS, VIT, randomized
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from modeling_vit_scratch import ViTScratchImageProcessor
 from modeling_vit_scratch.convert_npz_vit_scratch import to_npz
-
-DIGITS = list("0123456789")
-VIT = {
-    "image_size": 32,
-    "patch_size": 8,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-}
-
-
-def randomized(model: torch.nn.Module) -> torch.nn.Module:
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model.eval()
 
 
 @pytest.fixture(scope="session")
@@ -49,16 +30,6 @@ def npz_file(tmp_path_factory) -> Path:
     model = tiny_classifier(num_labels=3)
     np.savez(path, **to_npz(model, ViTScratchImageProcessor.from_config(model.config)))
     return path
-
-
-def convert(source: Path | str, folder: Path, *more: object) -> Outcome:
-    outcome = call("convert", source, "--output_dir", folder, *more)
-    assert outcome.code == 0, outcome.err
-    return outcome
-
-
-def images(count: int = 2) -> torch.Tensor:
-    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture

@@ -308,7 +308,7 @@ def test_a_segmentation_head_of_transformers_learns_shapes_on_it():
     model = UperNetForSemanticSegmentation(UperNetConfig(backbone_config=config, **head)).train()
     assert type(model.backbone) is ViTScratchBackbone
     before = copy.deepcopy(model.backbone.state_dict())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(30):
         pixels, labels = draw_shapes(num_images=8, seed=step)
@@ -317,8 +317,9 @@ def test_a_segmentation_head_of_transformers_learns_shapes_on_it():
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    print(losses)
-    assert sum(losses[-5:]) / 5 < losses[0] / 2
+    shares = torch.bincount(labels.flatten(), minlength=3) / labels.numel()
+    guess = -(shares * shares.log()).sum().item()  # the loss of who knows how much each class covers, but not where
+    assert max(losses[-3:]) < min(losses[0], guess) / 2
     still = [name for name, tensor in model.backbone.state_dict().items() if torch.equal(tensor, before[name])]
     assert still == []
 

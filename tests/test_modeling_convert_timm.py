@@ -398,12 +398,20 @@ def test_preprocessing_that_has_no_place_is_noted(pretrained_cfg, note):
 
 def test_a_folder_that_timm_saved_equals_its_network(tmp_path):
     network = network_of(DISTILLED)
-    timm.models.save_for_hf(network, tmp_path, safe_serialization=True)
+    timm.models.save_for_hf(network, tmp_path, model_args=ARGS, safe_serialization=True)
     config = json.loads((tmp_path / "config.json").read_text())
     conversion = from_timm(load_file(tmp_path / "model.safetensors"), source="folder", **read_timm_config(config))
     pixels = pixels_for(network)
     torch.testing.assert_close(conversion.model(pixels).logits, network(pixels), **CLOSE)
     assert conversion.image_processor.size == {"height": 32, "width": 32}
+
+
+@pytest.mark.parametrize(("dynamic", "size"), [(False, 32), (True, 48)])
+def test_the_processor_has_the_networks_size_unless_timm_takes_any(dynamic, size):
+    network = network_of(dynamic_img_size=dynamic)
+    conversion = converted(network, pretrained_cfg={"input_size": [3, 48, 48]}, dynamic_img_size=dynamic)
+    assert conversion.image_processor.size == {"height": size, "width": size}
+    assert conversion.model.config.image_size == 32
 
 
 def test_a_repos_config_is_read_in_both_forms():

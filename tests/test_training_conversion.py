@@ -9,21 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fixtures_conversion import DIGITS, VIT, convert, images, randomized
 from fixtures_modeling import tiny_classifier
 from fixtures_training import call, files_below, refused
+from foreign_checkpoints import DIGITS, convert, images, randomized
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torchvision.models import VisionTransformer
-from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor, ViTModel
+from transformers import ViTForImageClassification, ViTImageProcessor
 
 from modeling_vit_scratch import (
     ViTScratchForImageClassification,
     ViTScratchImageProcessor,
-    ViTScratchModel,
     convert_vit_scratch,
 )
-from modeling_vit_scratch.convert_npz_vit_scratch import to_npz
 
 pytest_plugins = ["fixtures_conversion", "fixtures_hub"]
 

@@ -1,4 +1,4 @@
-"""The verbs that take a model take other codes' checkpoints: proven, with their own pixels and classes, and recorded."""
+"""The verbs that take a model take other codes' checkpoints: proven, with their own pixels and classes."""
 
 import json
 import shutil
@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fixtures_conversion import DIGITS, VIT, convert, randomized
 from fixtures_modeling import tiny_encoder
 from fixtures_training import Outcome, call, finetune_flags, flags
+from foreign_checkpoints import DIGITS, VIT, convert, randomized
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor, ViTModel

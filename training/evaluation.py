@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -14,17 +15,19 @@ from accelerate.utils import gather_object
 from torch.utils.data import DataLoader, Subset
 from tqdm.auto import tqdm
 
-from modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchImageProcessor
+from modeling_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchImageProcessor
 from modeling_vit_scratch.errors_vit_scratch import InputError
 from training import run_folder
 from training.arguments import DataArguments, EvaluateRecipe
 from training.conversion import CONVERSION_FILE
-from training.data import LabelledImages
+from training.data import ImageDataset, LabelledImages, load_image_dataset
 from training.image_tensors import EvaluationImages
 from training.metrics import class_probabilities, evaluate_predictions
-from training.pretrained import conversion_of, load_classifier, load_images_for, load_processor
+from training.pretrained import class_names_of, conversion_of, load_classifier, load_processor
 
-__all__ = ["evaluate", "num_decoding_processes", "predict_logits", "stack_images"]
+__all__ = ["evaluate", "load_images_for", "num_decoding_processes", "predict_logits", "stack_images"]
+
+logger = logging.getLogger(__name__)
 
 
 def evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
@@ -61,6 +64,23 @@ def evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
             probabilities=class_probabilities(logits, model.config.problem_type),
         )
     return evaluation
+
+
+def load_images_for(config: ViTScratchConfig, arguments: DataArguments, source: str) -> ImageDataset:
+    """Returns the dataset in the order of the model's classes, whose names `config` gets where it has none."""
+    stored = class_names_of(config)
+    if stored != [f"LABEL_{index}" for index in range(len(stored))]:
+        return load_image_dataset(arguments, class_names=stored)
+    dataset = load_image_dataset(arguments)  # those are transformers' names for classes without one
+    if len(dataset.class_names) != len(stored):
+        raise InputError(
+            f"{source} has {len(stored)} classes without names, and {dataset.description['dataset']} has "
+            f"{len(dataset.class_names)} classes; name the dataset it was trained on, or fine-tune with a new head"
+        )
+    logger.warning("the classes of %s have no names: they are taken for those of the dataset, in its order", source)
+    config.id2label = dict(enumerate(dataset.class_names))
+    config.label2id = {name: index for index, name in enumerate(dataset.class_names)}
+    return dataset
 
 
 def _check_output_dir(folder: Path) -> None:

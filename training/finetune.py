@@ -11,13 +11,13 @@ from modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchIma
 from modeling_vit_scratch.errors_vit_scratch import InputError
 from training.arguments import FinetuneRecipe
 from training.data import ImageDataset, load_image_dataset
+from training.evaluation import load_images_for
 from training.fit import fit, given
 from training.pretrained import (
     class_names_of,
     conversion_of,
     load_classifier,
     load_config,
-    load_images_for,
     load_processor,
     with_new_head,
 )

@@ -26,9 +26,7 @@ from modeling_vit_scratch import (
 from modeling_vit_scratch.conversion_vit_scratch import built
 from modeling_vit_scratch.convert_vit_scratch import convert, is_vit_scratch, locate, weight_files
 from modeling_vit_scratch.errors_vit_scratch import EnvironmentFault, InputError
-from training.arguments import DataArguments
 from training.conversion import CONVERSION_FILE, conversion_record, describe, proven
-from training.data import ImageDataset, load_image_dataset
 from training.run_folder import read_json
 
 __all__ = [
@@ -37,7 +35,6 @@ __all__ = [
     "conversion_of",
     "load_classifier",
     "load_config",
-    "load_images_for",
     "load_processor",
     "reading",
     "with_new_head",
@@ -168,23 +165,6 @@ def with_new_head(
     tensors = {name: value for name, value in encoder.state_dict().items() if not name.startswith("pooler.")}
     model.vit.load_state_dict(tensors, strict=True)
     return model
-
-
-def load_images_for(config: ViTScratchConfig, arguments: DataArguments, source: str) -> ImageDataset:
-    """Returns the dataset in the order of the model's classes, whose names `config` gets where it has none."""
-    stored = class_names_of(config)
-    if stored != [f"LABEL_{index}" for index in range(len(stored))]:
-        return load_image_dataset(arguments, class_names=stored)
-    dataset = load_image_dataset(arguments)  # those are transformers' names for classes without one
-    if len(dataset.class_names) != len(stored):
-        raise InputError(
-            f"{source} has {len(stored)} classes without names, and {dataset.description['dataset']} has "
-            f"{len(dataset.class_names)} classes; name the dataset it was trained on, or fine-tune with a new head"
-        )
-    logger.warning("the classes of %s have no names: they are taken for those of the dataset, in its order", source)
-    config.id2label = dict(enumerate(dataset.class_names))
-    config.label2id = {name: index for index, name in enumerate(dataset.class_names)}
-    return dataset
 
 
 def class_names_of(config: ViTScratchConfig) -> list[str]:
