@@ -66,7 +66,8 @@ class ConversionOptions:
     """What a source may leave open. Given where the source leaves nothing open, an option is refused."""
 
     image_size: int | list[int] | None = None
-    """Pixels, or [height, width]: of a bare file whose positions are those of no square."""
+    """Pixels, or [height, width]: of a bare file whose positions are those of no square; a vit_scratch model is
+    resampled to it."""
     num_attention_heads: int | None = None
     """Of a bare file whose tensors do not tell."""
     drop_distillation: bool = False
@@ -244,14 +245,21 @@ def _refuse_others(options: ConversionOptions, known: tuple[str, ...], kind: str
             raise InputError(f"--{option.name} says nothing about {kind}; leave it out")
 
 
-def load_vit_scratch(path: Path, source: str) -> tuple[PreTrainedModel, ViTScratchImageProcessor]:
-    """Returns model and processor of a folder of ours, each tensor in its stored dtype."""
+def load_vit_scratch(
+    path: Path, source: str, options: ConversionOptions
+) -> tuple[PreTrainedModel, ViTScratchImageProcessor]:
+    """Returns model and processor of a folder of ours, each tensor in its stored dtype, resampled to `image_size`."""
+    _refuse_others(options, ("image_size",), "a vit_scratch model")
     classes = {cls.__name__: cls for cls in (ViTScratchForImageClassification, ViTScratchModel)}
     names = _stored_config(path, source).get("architectures") or [None]
     if names[0] not in classes:
         raise InputError(f"{source} holds a {names[0]}; {' and '.join(classes)} are written in other formats")
     model = classes[names[0]].from_pretrained(path, dtype="auto")
-    return model.eval(), ViTScratchImageProcessor.from_pretrained(path)
+    processor = ViTScratchImageProcessor.from_pretrained(path)
+    if options.image_size is not None:
+        model.resize_input(image_size=options.image_size)
+        processor.size = dict(zip(("height", "width"), model.config.image_height_width, strict=True))
+    return model.eval(), processor
 
 
 def save_vit_scratch(model: PreTrainedModel, image_processor: ViTScratchImageProcessor, folder: Path) -> None:

@@ -45,12 +45,18 @@ class ViTScratchPreTrainedModel(PreTrainedModel, ViTScratchModule):
     def __init__(self, config: ViTScratchConfig, *inputs: Any, **kwargs: Any):
         if config._attn_implementation is None:
             config._attn_implementation = RULE
-        super().__init__(config, *inputs, **kwargs)
         _check_attention(config, config._attn_implementation)
+        super().__init__(config, *inputs, **kwargs)
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-        _check_attention(self.config, attn_implementation)
+        if isinstance(attn_implementation, str):  # a kernel of the Hub does not pass the method below
+            _check_attention(self.config, attn_implementation)
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        # A model around this one calls this, not `set_attn_implementation`.
+        _check_attention(self.config, requested_attention)
+        return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         # transformers takes a module of custom code that holds no tensor of its own (an attention block, say) for

@@ -96,7 +96,6 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "patch_dropout_rate": 0.5,
         "image_size": [32, 48],
     },
-    "as SigLIP": {"pooling": "attention", "hidden_act": "gelu_pytorch_tanh"},
     "as AugReg's hybrid": {"stem_depths": [], "drop_path_rate": 0.4, "hidden_dropout_prob": 0.1},
 }
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from fixtures_dinov2 import TINY_DINOV2, dinov2_to_ours
 from fixtures_modeling import TINY, random_pixels, randomize, tiny_classifier, tiny_config, tiny_encoder
 from torch import nn
 from transformers.models.dinov2.modeling_dinov2 import Dinov2SwiGLUFFN
@@ -28,11 +29,10 @@ def swiglu(intermediate_size: int) -> ViTScratchSwiGLU:
 
 
 def test_swiglu_is_that_of_dinov2():
-    shape = {name: value for name, value in TINY.items() if name != "intermediate_size"}
-    theirs = Dinov2SwiGLUFFN(transformers.Dinov2Config(**shape, mlp_ratio=4)).double()
+    theirs = Dinov2SwiGLUFFN(transformers.Dinov2Config(**{**TINY_DINOV2, "mlp_ratio": 4})).double()
     randomize(theirs)
     ours = swiglu(88)  # two thirds of 4 * 32, up to a multiple of 8
-    ours.load_state_dict(theirs.state_dict(), strict=True)
+    ours.load_state_dict(dinov2_to_ours(theirs.state_dict()), strict=True)
     torch.testing.assert_close(ours(TOKENS), theirs(TOKENS), **EXACT)
 
 
@@ -56,20 +56,12 @@ def test_swiglu_is_its_formula():
 
 
 def test_the_encoder_with_swiglu_equals_dinov2():
-    shape = {name: value for name, value in TINY.items() if name != "intermediate_size"}
-    theirs = transformers.Dinov2Model(transformers.Dinov2Config(**shape, mlp_ratio=2, use_swiglu_ffn=True))
+    theirs = transformers.Dinov2Model(transformers.Dinov2Config(**TINY_DINOV2, use_swiglu_ffn=True))
     ours = ViTScratchModel(
         tiny_config(mlp_type="swiglu", hidden_act="silu", intermediate_size=48, layer_scale_init=1.0)
     )
     randomize(theirs)
-    names = {"encoder.layer.": "layers.", "norm1": "layernorm_before", "norm2": "layernorm_after"}
-    state = {}
-    for name, tensor in theirs.state_dict().items():
-        for old, new in names.items():
-            name = name.replace(old, new)
-        state[name] = tensor
-    del state["embeddings.mask_token"]
-    ours.load_state_dict(state, strict=True)
+    ours.load_state_dict(dinov2_to_ours(theirs.state_dict()), strict=True)
     pixels = random_pixels(dtype=torch.float64)
     expected, actual = theirs.double().eval()(pixels), ours.double().eval()(pixels)
     torch.testing.assert_close(actual.last_hidden_state, expected.last_hidden_state, **CLOSE)

@@ -1,10 +1,10 @@
 """What a head reads: each pooling against transformers' SigLIP and Dinov2, timm, and closed forms."""
 
-
 import pytest
 import torch
 import transformers
-from fixtures_modeling import TINY, random_pixels, randomize, tiny_classifier, tiny_config, tiny_encoder
+from fixtures_dinov2 import TINY_DINOV2, dinov2_to_ours
+from fixtures_modeling import random_pixels, randomize, tiny_classifier, tiny_config, tiny_encoder
 from torch import Tensor, nn
 from transformers.models.siglip.modeling_siglip import SiglipMultiheadAttentionPoolingHead
 
@@ -80,25 +80,8 @@ def test_the_pre_logits_layer_follows_the_pooled_token(pooling):
 # Class token and mean.
 
 
-def dinov2_to_ours(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    names = {
-        "dinov2.": "vit.",
-        "encoder.layer.": "layers.",
-        "norm1": "layernorm_before",
-        "norm2": "layernorm_after",
-    }
-    ours = {}
-    for name, tensor in state.items():
-        for old, new in names.items():
-            name = name.replace(old, new)
-        ours[name] = tensor
-    del ours["vit.embeddings.mask_token"]
-    return ours
-
-
 def test_class_token_and_mean_side_by_side_equal_the_classifier_of_dinov2():
-    shape = {name: value for name, value in TINY.items() if name != "intermediate_size"}
-    theirs = transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**shape, mlp_ratio=2, num_labels=7))
+    theirs = transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**TINY_DINOV2, num_labels=7))
     ours = ViTScratchForImageClassification(
         tiny_config(pooling="class_token_and_mean", layer_scale_init=1.0, hidden_act="gelu")
     )

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fixtures_modeling import TINY, random_pixels, randomize, tiny_classifier, tiny_config, tiny_encoder
+from fixtures_dinov2 import TINY_DINOV2, dinov2_to_ours
+from fixtures_modeling import random_pixels, randomize, tiny_classifier, tiny_config, tiny_encoder
 from torch import Tensor, nn
 
-from modeling_vit_scratch import ViTScratchModel
+from modeling_vit_scratch import ViTScratchForMaskedPatchPrediction, ViTScratchModel
 
 EXACT = {"rtol": 0, "atol": 0}
 # Both sides are in float64; a difference of meaning is larger by many orders.
@@ -19,20 +20,8 @@ CLOSE = {"rtol": 0, "atol": 1e-12}
 # LayerScale.
 
 
-def dinov2_to_ours(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    names = {"encoder.layer.": "layers.", "norm1": "layernorm_before", "norm2": "layernorm_after"}
-    ours = {}
-    for name, tensor in state.items():
-        for old, new in names.items():
-            name = name.replace(old, new)
-        ours[name] = tensor
-    del ours["embeddings.mask_token"]
-    return ours
-
-
 def test_layer_scales_are_those_of_dinov2():
-    shape = {name: value for name, value in TINY.items() if name != "intermediate_size"}
-    theirs = transformers.Dinov2Model(transformers.Dinov2Config(**shape, mlp_ratio=2))
+    theirs = transformers.Dinov2Model(transformers.Dinov2Config(**TINY_DINOV2))
     ours = ViTScratchModel(tiny_config(layer_scale_init=0.5, hidden_act="gelu"))
     randomize(theirs)
     ours.load_state_dict(dinov2_to_ours(theirs.state_dict()), strict=True)
@@ -350,6 +339,11 @@ def test_patches_that_were_chosen_are_not_dropped():
     model = tiny_encoder(patch_dropout_rate=0.5).train()
     visible = torch.arange(16).expand(2, -1)
     assert model(random_pixels(), visible_patches=visible).last_hidden_state.shape[1] == 17
+
+
+def test_patches_that_are_to_be_predicted_are_not_dropped():
+    model = ViTScratchForMaskedPatchPrediction(tiny_config(patch_dropout_rate=0.5)).train()
+    assert model(random_pixels()).logits.shape[:2] == (2, 16)
 
 
 @pytest.mark.parametrize("placement", ["stem", "every_layer"])

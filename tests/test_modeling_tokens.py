@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from fixtures_dinov2 import TINY_DINOV2, dinov2_to_ours
 from fixtures_modeling import TINY, random_pixels, randomize, tiny_classifier, tiny_config, tiny_encoder
-from torch import Tensor, nn
+from torch import nn
 
 from modeling_vit_scratch import ViTScratchForImageClassification
 
@@ -61,28 +62,11 @@ def test_there_is_a_class_token_elsewhere_only_on_request(pooling, use_class_tok
 # Registers: Dinov2's.
 
 
-def dinov2_to_ours(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    names = {
-        "dinov2_with_registers.": "vit.",
-        "encoder.layer.": "layers.",
-        "norm1": "layernorm_before",
-        "norm2": "layernorm_after",
-    }
-    ours = {}
-    for name, tensor in state.items():
-        for old, new in names.items():
-            name = name.replace(old, new)
-        ours[name] = tensor
-    del ours["vit.embeddings.mask_token"]
-    return ours
-
-
 # On another grid Dinov2 takes its positions in float32, whatever the model's type; logits are about 10.
 @pytest.mark.parametrize(("height", "width", "atol"), [(32, 32, 1e-12), (48, 24, 2e-6), (16, 64, 2e-6)])
 def test_registers_are_those_of_dinov2(height, width, atol):
-    shape = {name: value for name, value in TINY.items() if name != "intermediate_size"}
     theirs = transformers.Dinov2WithRegistersForImageClassification(
-        transformers.Dinov2WithRegistersConfig(**shape, mlp_ratio=2, num_register_tokens=3, num_labels=7)
+        transformers.Dinov2WithRegistersConfig(**TINY_DINOV2, num_register_tokens=3, num_labels=7)
     )
     ours = ViTScratchForImageClassification(
         tiny_config(

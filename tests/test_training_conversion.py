@@ -11,15 +11,23 @@ import pytest
 import torch
 from fixtures_modeling import tiny_classifier
 from fixtures_training import call, files_below, refused
-from foreign_checkpoints import DIGITS, convert, images, randomized
+from foreign_checkpoints import DIGITS, VIT, convert, images, randomized
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torchvision.models import VisionTransformer
-from transformers import ViTForImageClassification, ViTImageProcessor
+from transformers import (
+    DeiTConfig,
+    DeiTForImageClassificationWithTeacher,
+    Dinov2Config,
+    Dinov2Model,
+    ViTForImageClassification,
+    ViTImageProcessor,
+)
 
 from modeling_vit_scratch import (
     ViTScratchForImageClassification,
     ViTScratchImageProcessor,
+    ViTScratchModel,
     convert_vit_scratch,
 )
 
@@ -116,6 +124,35 @@ def test_torchvision_s_network_becomes_one_of_ours(tmp_path):
         torch.testing.assert_close(found(images()).logits, network(images()), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_distillation_token_is_kept_or_dropped_as_asked(tmp_path, drop):
+    randomized(DeiTForImageClassificationWithTeacher(DeiTConfig(**VIT, num_labels=7))).save_pretrained(
+        tmp_path / "deit"
+    )
+    convert(tmp_path / "deit", tmp_path / "out", *(["--drop_distillation"] if drop else []))
+    found = ViTScratchForImageClassification.from_pretrained(tmp_path / "out").eval()
+    theirs = DeiTForImageClassificationWithTeacher.from_pretrained(tmp_path / "deit").eval()
+    assert found.config.use_distillation_token is not drop
+    with torch.no_grad():
+        difference = (found(images()).logits - theirs(images()).logits).abs().max()
+    assert difference > 1e-3 if drop else difference < 1e-5
+
+
+@pytest.mark.peer
+def test_an_onnx_file_becomes_one_of_ours(tmp_path):
+    for package in ("onnx", "onnxruntime"):
+        pytest.importorskip(package)
+    fields = {name: value for name, value in VIT.items() if name != "intermediate_size"}
+    network = randomized(Dinov2Model(Dinov2Config(**fields, mlp_ratio=2, attn_implementation="eager")))
+    torch.onnx.export(network, (images(),), tmp_path / "dinov2.onnx", dynamo=False)
+    out = convert(tmp_path / "dinov2.onnx", tmp_path / "out").out
+    assert "proof   two fixed images in float32, tolerance 3e-05 of max(1, largest value)" in out
+    found = ViTScratchModel.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        ours, theirs = found(images()).last_hidden_state, network(images()).last_hidden_state
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
 def timm_network():
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
@@ -155,6 +192,14 @@ def test_transformers_loads_what_is_written_for_it(ours, tmp_path):
     model = ViTScratchForImageClassification.from_pretrained(ours).eval()
     with torch.no_grad():
         torch.testing.assert_close(theirs.eval()(images()).logits, model(images()).logits, rtol=0, atol=1e-5)
+
+
+def test_ours_is_resampled_on_the_way_if_asked(ours, tmp_path):
+    convert(ours, tmp_path / "vit", "--to", "vit", "--image_size", 48)
+    theirs = ViTForImageClassification.from_pretrained(tmp_path / "vit")
+    model = ViTScratchForImageClassification.from_pretrained(ours, image_size=48)
+    assert theirs.config.image_size == 48 and ViTImageProcessor.from_pretrained(tmp_path / "vit").size.height == 48
+    assert torch.equal(theirs.vit.embeddings.position_embeddings, model.vit.embeddings.position_embeddings)
 
 
 def test_one_foreign_format_becomes_another(vit_folder, tmp_path):
@@ -212,12 +257,12 @@ def test_a_run_that_started_from_a_conversion_is_no_conversion(vit_folder, tmp_p
 # Repos of the Hub
 
 
-def test_a_hub_repo_is_converted_without_what_is_pickled_or_run(repo, online, tmp_path):
+def test_a_hub_repo_is_converted_without_what_is_pickled_or_run(repo, tmp_path):
     out = convert(repo, tmp_path / "out").out
     assert out.startswith("source  alice/vit: transformers' vit")
     assert list(json.loads((tmp_path / "out" / "conversion.json").read_text())["sha256"]) == ["model.safetensors"]
-    assert online.num_requests("GET", r"resolve/.*\.safetensors") == 1
-    assert online.num_requests("GET", r"resolve/.*\.(bin|py)") == 0
+    fetched = sorted(path.name for path in convert_vit_scratch.locate(repo).iterdir())
+    assert fetched == ["config.json", "model.safetensors", "preprocessor_config.json"]
 
 
 def test_a_hub_repo_of_another_network_is_refused_before_its_weights_are_fetched(online, tmp_path):

@@ -86,7 +86,8 @@ def convert_checkpoint(
     path = reading(lambda: converters.locate(source, revision), source)
     proofs: list[tuple[Conversion, list[Difference]]] = []
     if to != "vit_scratch" and converters.is_vit_scratch(path):
-        model, processor = reading(lambda: converters.load_vit_scratch(path, source), source)
+        settled = options or converters.ConversionOptions()
+        model, processor = reading(lambda: converters.load_vit_scratch(path, source, settled), source)
         print(f"source  {source}: a vit_scratch model", f"model   {describe_model(model)}", sep="\n")
     else:
         conversion = reading(lambda: converters.convert(path, source=source, options=options), source)
@@ -282,7 +283,7 @@ def _parser(prog: str) -> FlagParser:
         type=_positive(float),
         help="largest difference, relative to max(1, largest value) [1e-8 in float64, 3e-5 in float32]",
     )
-    size_help = "pixels, one number or height and width, of a file whose positions are those of no square"
+    size_help = "pixels (one number, or height and width) of a file that does not tell; resamples a vit_scratch model"
     parser.add_argument("--image_size", type=_positive(int), nargs="+", help=size_help)
     parser.add_argument("--num_attention_heads", type=_positive(int), help="of a file that does not tell")
     parser.add_argument("--drop_distillation", action="store_true", help="drop a DeiT's distillation token and head")

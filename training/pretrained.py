@@ -178,14 +178,14 @@ def reading(load: Callable[[], Loaded], source: str) -> Loaded:
     try:
         return load()
     except SafetensorError as error:
-        raise InputError(f"model_name_or_path={source}: its weights are damaged ({error}); get them again") from error
+        raise InputError(f"{source}: its weights are damaged ({error}); get them again") from error
     except (HFValidationError, HfHubHTTPError, OSError) as error:
         reason = str(error).splitlines()[0]
         if not Path(source).is_dir() and ("/" not in source or source.startswith(("/", "."))):
             reason = "no such folder"
         elif _is_unreachable(error):
-            raise EnvironmentFault(f"model_name_or_path={source}: {reason} Try again, or name a folder.") from error
-        raise InputError(f"model_name_or_path={source}: {reason}") from error
+            raise EnvironmentFault(f"{source}: {reason} Try again, or name a folder.") from error
+        raise InputError(f"{source}: {reason}") from error
 
 
 def _is_unreachable(error: BaseException | None) -> bool:

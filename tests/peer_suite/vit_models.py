@@ -9,6 +9,7 @@ from transformers import (
     ViTForImageClassification,
     ViTForMaskedImageModeling,
     ViTImageProcessor,
+    ViTImageProcessorPil,
     ViTModel,
 )
 
@@ -45,7 +46,7 @@ class ViTProcessorTester(ImageProcessingTester):
         super().__init__(parent, size={"height": 18, "width": 18}, image_mean=[0.5] * 3, image_std=[0.5] * 3)
 
     def _get_image_processing_classes(self):
-        return {"torchvision": ViTImageProcessor}
+        return {"torchvision": ViTImageProcessor, "pil": ViTImageProcessorPil}
 
 
 class ViTImageProcessorTest(ImageProcessingTestMixin, unittest.TestCase):
