@@ -190,9 +190,11 @@ def _dropped_sentence(dropped: list[dict[str, Any]]) -> str:
 def _start_sentence(facts: RunFacts, base_model: str | None) -> str:
     if facts.start_checkpoint is None:
         return "Trained from random initialisation."
+    origin = "" if facts.conversion is None else f", converted from {facts.conversion['kind']}"
     if base_model is not None:
-        return f"Fine-tuned from [{base_model}](https://huggingface.co/{base_model})."
-    return f"Fine-tuned from the local checkpoint `{Path(facts.start_checkpoint).name}`, which is not on the Hub."
+        return f"Fine-tuned from [{base_model}](https://huggingface.co/{base_model}){origin}."
+    name = Path(facts.start_checkpoint).name
+    return f"Fine-tuned from the local checkpoint `{name}`{origin}, which is not on the Hub."
 
 
 def _limits(facts: RunFacts) -> list[str]:

@@ -38,6 +38,8 @@ class RunFacts:
     metrics: dict[str, Any]
     data: dict[str, Any]
     environment: dict[str, Any]
+    conversion: dict[str, Any] | None = None
+    """What a start from another code's checkpoint was converted from."""
 
     @property
     def class_names(self) -> list[str]:
@@ -96,6 +98,8 @@ def read_run_facts(folder: Path) -> RunFacts:
         raise InputError(f"{folder}: no such run folder; give the output folder of pretrain or finetune")
     _refuse_missing(folder, [*_READERS, "model.safetensors"])
     contents = {field: _read(folder / name) for name, field in _READERS.items()}
+    if (conversion := folder / "conversion.json").exists():
+        contents["conversion"] = _read(conversion)
     if contents["metrics"].get("evaluation") is None:  # said before its pictures are missed
         raise InputError(
             f"{folder / 'metrics.json'}: the run was not evaluated, so a card has nothing to state; give it a test "
@@ -129,7 +133,7 @@ _READERS = {
     "data.json": "data",
     "environment.json": "environment",
 }
-_VERSIONED = ("metrics.json", "data.json", "environment.json")
+_VERSIONED = ("metrics.json", "data.json", "environment.json", "conversion.json")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Google's npz checkpoints in and out: the ViT paper's, AugReg's, the hybrids', and those of big_vision.
 
-What the shapes of the arrays tell becomes the config; where each array belongs is in npz_layout_vit_scratch.py.
+What the shapes of the arrays tell becomes the config; convert_npz_layout_vit_scratch.py says where each belongs.
 
 D hidden_size, A heads, d head_dim, N patches.
 """
@@ -18,13 +18,9 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .checkpoint_files_vit_scratch import StrPath, as_tensor, read_arrays
 from .configuration_vit_scratch import ViTScratchConfig
-from .conversion_vit_scratch import Conversion, built, proof_dtype
-from .errors_vit_scratch import InputError
-from .image_processing_vit_scratch import ViTScratchImageProcessor
-from .modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel
-from .npz_layout_vit_scratch import (
+from .convert_files_vit_scratch import StrPath, as_tensor, read_arrays
+from .convert_npz_layout_vit_scratch import (
     BLOCK,
     MAP_HEAD,
     POSITIONS,
@@ -35,7 +31,11 @@ from .npz_layout_vit_scratch import (
     released_name,
     slots,
 )
-from .reference_npz_vit_scratch import reference_outputs
+from .convert_npz_reference_vit_scratch import reference_outputs
+from .convert_proof_vit_scratch import Conversion, built, proof_dtype
+from .errors_vit_scratch import InputError
+from .image_processing_vit_scratch import ViTScratchImageProcessor
+from .modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel
 
 __all__ = ["from_npz", "to_npz"]
 

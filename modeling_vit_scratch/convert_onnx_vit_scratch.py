@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from .configuration_vit_scratch import ViTScratchConfig
-from .conversion_vit_scratch import Conversion, built
+from .convert_onnx_graph_vit_scratch import OnnxGraph
+from .convert_proof_vit_scratch import Conversion, built
 from .errors_vit_scratch import EnvironmentFault, InputError
 from .image_processing_vit_scratch import ViTScratchImageProcessor
 from .modeling_vit_scratch import ViTScratchModel
-from .onnx_graph_vit_scratch import OnnxGraph
 
 __all__ = ["from_onnx"]
 

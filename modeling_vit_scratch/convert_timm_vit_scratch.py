@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .configuration_vit_scratch import ViTScratchConfig
-from .conversion_vit_scratch import Conversion, built, proof_dtype
+from .convert_proof_vit_scratch import Conversion, built, proof_dtype
 from .convert_timm_network_vit_scratch import (
     POOLINGS,
     activation_of,

@@ -15,7 +15,7 @@ from torchvision.models import VisionTransformer
 from transformers import PreTrainedConfig
 
 from .configuration_vit_scratch import ViTScratchConfig
-from .conversion_vit_scratch import Conversion, built, proof_dtype
+from .convert_proof_vit_scratch import Conversion, built, proof_dtype
 from .errors_vit_scratch import InputError
 from .image_processing_vit_scratch import ViTScratchImageProcessor
 from .modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel

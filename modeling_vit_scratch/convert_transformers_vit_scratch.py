@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from .checkpoint_files_vit_scratch import read_tensors
 from .configuration_vit_scratch import ViTScratchConfig
-from .conversion_vit_scratch import Conversion, built, proof_dtype
+from .convert_files_vit_scratch import read_tensors
+from .convert_proof_vit_scratch import Conversion, built, proof_dtype
 from .convert_transformers_export_vit_scratch import to_transformers_vit, vit_of
 from .convert_transformers_names_vit_scratch import (
     backbone_fields,

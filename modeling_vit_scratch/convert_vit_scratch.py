@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .checkpoint_files_vit_scratch import checkpoint_kind, read_tensors
 from .configuration_vit_scratch import ViTScratchConfig
-from .conversion_vit_scratch import Conversion, proof_dtype
+from .convert_files_vit_scratch import checkpoint_kind, read_tensors
+from .convert_proof_vit_scratch import Conversion, proof_dtype
 from .errors_vit_scratch import EnvironmentFault, InputError
 from .image_processing_vit_scratch import ViTScratchImageProcessor
 from .modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modeling_vit_scratch.conversion_vit_scratch import Conversion, prove
+from modeling_vit_scratch.convert_proof_vit_scratch import Conversion, prove
 
 Arrays = dict[str, np.ndarray]
 

@@ -120,6 +120,13 @@ def test_a_fine_tuning_of_a_local_folder_claims_no_base(run_folder, tmp_path):
     assert "base_model" not in metadata_of(card) and "local checkpoint `pretrained`" in card
 
 
+def test_a_converted_start_is_named(run_folder):
+    set_recipe(run_folder, verb="finetune", model_name_or_path="/data/vit.npz")
+    record = {"schema_version": 1, "kind": "Google's npz in the released layout"}
+    (run_folder / "conversion.json").write_text(json.dumps(record))
+    assert "local checkpoint `vit.npz`, converted from Google's npz in the released layout, which" in card_of(run_folder)
+
+
 def test_a_held_out_part_is_not_passed_off_as_the_test_split(run_folder):
     dataset = metadata_of(card_of(run_folder))["model-index"][0]["results"][0]["dataset"]
     assert dataset["split"] == "test (carved from train)"

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from fixtures_modeling import random_pixels, tiny_classifier, tiny_config
-from fixtures_variants import VARIANTS, variant_classifier, variant_pixels
+from fixtures_variants import COMBINATIONS, VARIANTS, variant_classifier, variant_pixels
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -25,8 +25,12 @@ KINDS = [
     "SwiGLU and QK-norm",
     "distillation token",
 ]
-FAST_OR_E2E = [name if name in KINDS else pytest.param(name, marks=pytest.mark.e2e) for name in VARIANTS]
 RANDOM = ["stochastic depth", "patch dropout", "dropout"]
+
+
+def fast(names: list[str], others: list[str]) -> list:
+    """Parameters of a test: `names` in the fast tier, `others` beyond it."""
+    return [*names, *(pytest.param(name, marks=pytest.mark.e2e) for name in others if name not in names)]
 
 
 @pytest.fixture(autouse=True)
@@ -41,15 +45,13 @@ def as_one_graph(model: torch.nn.Module, backend: str = "eager"):
     return torch.compile(copy.deepcopy(model), fullgraph=True, backend=backend)
 
 
-@pytest.mark.parametrize("variant", FAST_OR_E2E)
+@pytest.mark.parametrize("variant", fast(KINDS, list(VARIANTS)))
 def test_the_forward_is_one_graph_with_the_same_logits(variant):
     model, pixels = variant_classifier(variant), variant_pixels(variant)
     torch.testing.assert_close(as_one_graph(model)(pixels).logits, model(pixels).logits, **EXACT)
 
 
-@pytest.mark.parametrize(
-    "variant", [name if name in RANDOM else pytest.param(name, marks=pytest.mark.e2e) for name in VARIANTS]
-)
+@pytest.mark.parametrize("variant", fast(RANDOM, list(COMBINATIONS)))
 def test_a_training_step_is_one_graph_with_a_gradient_for_every_parameter(variant):
     compiled = as_one_graph(variant_classifier(variant).train())
     compiled(variant_pixels(variant, batch=4), labels=LABELS).loss.backward()
@@ -90,6 +92,7 @@ def test_a_backbone_is_one_graph_with_the_same_feature_maps(out_features):
     torch.testing.assert_close(compiled, backbone(pixels).feature_maps, **EXACT)
 
 
+@pytest.mark.e2e
 def test_a_third_batch_size_compiles_nothing_anew():
     counter = CompileCounter()
     model = torch.compile(tiny_classifier(), fullgraph=True, backend=counter)

@@ -19,10 +19,10 @@ from fixtures_npz import (
 )
 
 from modeling_vit_scratch import ViTScratchModel
-from modeling_vit_scratch.conversion_vit_scratch import prove
+from modeling_vit_scratch.convert_npz_reference_vit_scratch import reference_outputs
 from modeling_vit_scratch.convert_npz_vit_scratch import from_npz
+from modeling_vit_scratch.convert_proof_vit_scratch import prove
 from modeling_vit_scratch.errors_vit_scratch import InputError
-from modeling_vit_scratch.reference_npz_vit_scratch import reference_outputs
 
 BLOCK = "Transformer/encoderblock_1"
 QUERY = "Transformer/encoderblock_0/MultiHeadDotProductAttention_0/query/kernel"

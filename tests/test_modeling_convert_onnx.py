@@ -10,7 +10,7 @@ from sklearn.datasets import load_sample_images
 from torch import nn
 from transformers import Dinov2Config, Dinov2Model
 
-from modeling_vit_scratch.conversion_vit_scratch import prove
+from modeling_vit_scratch.convert_proof_vit_scratch import prove
 from modeling_vit_scratch.errors_vit_scratch import InputError
 
 pytestmark = pytest.mark.peer

@@ -11,7 +11,7 @@ from fixtures_modeling import random_pixels, randomize
 from safetensors.torch import load_file
 
 from modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchImageProcessor
-from modeling_vit_scratch.conversion_vit_scratch import prove
+from modeling_vit_scratch.convert_proof_vit_scratch import prove
 from modeling_vit_scratch.convert_timm_network_vit_scratch import HEADS
 from modeling_vit_scratch.convert_timm_vit_scratch import from_timm, read_timm_config
 from modeling_vit_scratch.errors_vit_scratch import EnvironmentFault, InputError

@@ -10,7 +10,7 @@ from fixtures_modeling import random_pixels, randomize
 from torchvision.models import ViT_B_16_Weights, ViT_L_16_Weights, vision_transformer
 
 from modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel
-from modeling_vit_scratch.conversion_vit_scratch import prove
+from modeling_vit_scratch.convert_proof_vit_scratch import prove
 from modeling_vit_scratch.convert_torchvision_vit_scratch import HEADS, from_torchvision
 from modeling_vit_scratch.errors_vit_scratch import InputError
 

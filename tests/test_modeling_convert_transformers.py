@@ -29,7 +29,7 @@ from fixtures_modeling import random_pixels
 from safetensors.torch import load_file, save_file
 
 from modeling_vit_scratch import ViTScratchBackbone
-from modeling_vit_scratch.conversion_vit_scratch import prove
+from modeling_vit_scratch.convert_proof_vit_scratch import prove
 from modeling_vit_scratch.convert_transformers_vit_scratch import from_transformers
 from modeling_vit_scratch.errors_vit_scratch import InputError
 

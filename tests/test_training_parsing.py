@@ -5,15 +5,17 @@ import random
 import subprocess
 import sys
 import typing
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from fixtures_training import refused
 
+from modeling_vit_scratch import ViTScratchConfig
 from training import parsing
 from training.arguments import (
     EvaluateRecipe,
     FinetuneRecipe,
+    NetworkArguments,
     PretrainRecipe,
     flat,
 )
@@ -330,26 +332,27 @@ def test_a_bad_flag_is_refused_without_importing_torch():
 
 # --- the network of a recipe and the configuration of the model
 
+# Set by converters or by the data, or for objectives that `pretrain` does not train.
+NOT_IN_RECIPES = {
+    *("layer_norm_eps", "qkv_bias", "class_token_position", "rope_theta", "position_interpolation"),
+    *("use_distillation_token", "stem_width_factor", "apply_layernorm", "_out_features", "_out_indices"),
+    *("corruption_ratio", "prediction_target", "image_mean", "image_std", "mask_ratio", "norm_pix_loss"),
+    *("decoder_hidden_size", "decoder_num_hidden_layers", "decoder_num_attention_heads", "decoder_intermediate_size"),
+}
 
-def test_a_recipe_names_every_option_of_the_network_with_the_values_that_the_model_knows():
-    import typing
 
-    from modeling_vit_scratch import ViTScratchConfig
-    from training.arguments import NetworkArguments
+def choices(kind: Any) -> set[Any]:
+    literals = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+    return {value for literal in literals for value in get_args(literal)}
 
-    of_others = {  # set by converters, by the data, or for objectives that `pretrain` does not train
-        *("layer_norm_eps", "qkv_bias", "class_token_position", "rope_theta", "position_interpolation"),
-        *("use_distillation_token", "stem_width_factor", "apply_layernorm", "_out_features", "_out_indices"),
-        *("corruption_ratio", "prediction_target", "image_mean", "image_std", "mask_ratio", "norm_pix_loss"),
-        *(f"decoder_{name}" for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")),
-        "decoder_intermediate_size",
-    }
-    recipe, config = typing.get_type_hints(NetworkArguments), ViTScratchConfig.__annotations__
-    assert recipe.keys() - {"variant"} == config.keys() - of_others
 
-    def choices(kind):
-        parts = [kind, *typing.get_args(kind)]
-        return {value for part in parts if typing.get_origin(part) is typing.Literal for value in typing.get_args(part)}
+def test_a_recipe_names_every_option_of_the_network():
+    assert (
+        get_type_hints(NetworkArguments).keys() - {"variant"}
+        == ViTScratchConfig.__annotations__.keys() - NOT_IN_RECIPES
+    )
 
-    for name in recipe.keys() - {"variant"}:
-        assert choices(recipe[name]) == choices(config[name]), name
+
+@pytest.mark.parametrize("name", sorted(ViTScratchConfig.__annotations__.keys() - NOT_IN_RECIPES))
+def test_an_option_of_a_recipe_has_the_values_that_the_model_knows(name):
+    assert choices(get_type_hints(NetworkArguments)[name]) == choices(ViTScratchConfig.__annotations__[name])

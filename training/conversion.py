@@ -20,7 +20,7 @@ from training.parsing import FlagParser
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from modeling_vit_scratch.conversion_vit_scratch import Conversion, Difference
+    from modeling_vit_scratch.convert_proof_vit_scratch import Conversion, Difference
     from modeling_vit_scratch.convert_vit_scratch import ConversionOptions
 
 # The rest is imported where it is used, so that --help answers at once.
@@ -108,7 +108,7 @@ def convert_checkpoint(
 
 def proven(conversion: Conversion, tolerance: float | None, *, say: Callable[[str], None]) -> list[Difference]:
     """Returns the differences after saying each; raises UnequalError where one is past the tolerance."""
-    from modeling_vit_scratch.conversion_vit_scratch import prove
+    from modeling_vit_scratch.convert_proof_vit_scratch import prove
 
     differences = prove(conversion, tolerance=tolerance)
     dtype = str(conversion.reference_dtype).removeprefix("torch.")

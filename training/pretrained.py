@@ -23,7 +23,7 @@ from modeling_vit_scratch import (
     ViTScratchImageProcessor,
     ViTScratchModel,
 )
-from modeling_vit_scratch.conversion_vit_scratch import built
+from modeling_vit_scratch.convert_proof_vit_scratch import built
 from modeling_vit_scratch.convert_vit_scratch import convert, is_vit_scratch, locate, weight_files
 from modeling_vit_scratch.errors_vit_scratch import EnvironmentFault, InputError
 from training.conversion import CONVERSION_FILE, conversion_record, describe, proven

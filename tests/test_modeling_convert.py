@@ -8,7 +8,7 @@ import torch
 from fixtures_modeling import random_pixels, tiny_classifier, tiny_config, tiny_encoder
 
 from modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchImageProcessor, ViTScratchModel
-from modeling_vit_scratch.conversion_vit_scratch import Conversion, built, fixed_images, prove
+from modeling_vit_scratch.convert_proof_vit_scratch import Conversion, built, fixed_images, prove
 from modeling_vit_scratch.errors_vit_scratch import InputError
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from modeling_vit_scratch.checkpoint_files_vit_scratch import (
+from modeling_vit_scratch.convert_files_vit_scratch import (
     as_array,
     as_tensor,
     checkpoint_kind,

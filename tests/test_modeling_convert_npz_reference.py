@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from modeling_vit_scratch import ViTScratchConfig, ViTScratchForImageClassification, ViTScratchImageProcessor
-from modeling_vit_scratch import reference_npz_vit_scratch as reference
+from modeling_vit_scratch import convert_npz_reference_vit_scratch as reference
 from modeling_vit_scratch import resnet_stem_vit_scratch as resnet_stem
 from modeling_vit_scratch.convert_npz_vit_scratch import from_npz, to_npz
 

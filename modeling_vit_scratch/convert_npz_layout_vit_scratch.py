@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .checkpoint_files_vit_scratch import as_array
+from .convert_files_vit_scratch import as_array
 
 __all__ = [
     "BLOCK",
