@@ -120,7 +120,7 @@ class ViTScratchConfig(BackboneConfigMixin, PreTrainedConfig):
     num_register_tokens: int = 0
     """Tokens without position between class token and patches that no head reads (arXiv 2309.16588)."""
     pooling: Literal["class_token", "mean", "attention", "class_token_and_mean"] = "class_token"
-    """What the head reads: the class token, the mean of the patch tokens, an attention head over all tokens (MAP,
+    """What the head reads: the class token, the mean of the patch tokens, what an attention head makes of these (MAP,
     arXiv 2106.04560), or class token and mean side by side (DINOv2's linear classifier)."""
     final_norm: Literal["before_pooling", "after_pooling"] = "before_pooling"
     """Where the last LayerNorm stands; after_pooling is for the mean (timm's `fc_norm`)."""

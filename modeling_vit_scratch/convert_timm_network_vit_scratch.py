@@ -308,10 +308,8 @@ def _obstacles_in_pooling(network: Any) -> Iterator[str]:
         yield "final_norm=False"
     if fc_norm and pool != "avg":
         yield f"fc_norm=True with global_pool={pool!r}; it fits with 'avg'"
-    if prefix and pool == "avg" and includes:
-        yield "pool_include_prefix=True with global_pool='avg'; the mean of the patch tokens fits"
-    if prefix and pool == "map" and not includes:
-        yield f"pool_include_prefix=False with {prefix} tokens before the patches; attention pooling reads all tokens"
+    if prefix and pool in ("avg", "map") and includes:
+        yield f"pool_include_prefix=True with global_pool={pool!r}; a head that reads the patch tokens alone fits"
     if getattr(network, "dist_token", None) is not None and (network.num_reg_tokens or network.no_embed_class):
         yield "reg_tokens or no_embed_class beside a dist_token, with which timm's own forward fails"
 

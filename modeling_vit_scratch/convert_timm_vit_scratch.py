@@ -374,7 +374,6 @@ def _model_args(config: PreTrainedConfig) -> dict[str, Any]:
         "reg_tokens": config.num_register_tokens,
         "pre_norm": False,
         "fc_norm": config.final_norm == "after_pooling",
-        "pool_include_prefix": config.pooling == "attention",
         "act_layer": "silu" if has_swiglu else ACT_LAYERS[config.hidden_act],
         "pos_drop_rate": config.hidden_dropout_prob,
         "proj_drop_rate": config.hidden_dropout_prob,

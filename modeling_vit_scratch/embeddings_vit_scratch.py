@@ -167,7 +167,8 @@ def resize_patch_kernel(kernel: Tensor, new_size: tuple[int, int]) -> Tensor:
 def resize_channels(kernel: Tensor, num_channels: int) -> Tensor:
     """Patch kernel (D, C, p, q) for another number of channels: summed into one, or tiled and scaled by C_old / C_new.
 
-    So a grey image keeps its response when three channels become one and when one becomes three.
+    So a grey image keeps its response when three channels become one and when one becomes three; behind a ResNet stem,
+    whose kernels are standardised, only up to a factor for each of its channels.
     """
     old = kernel.shape[1]
     if num_channels == 1:

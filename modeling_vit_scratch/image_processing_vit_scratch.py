@@ -80,6 +80,10 @@ _DEFAULTS: ViTScratchImageProcessorKwargs = {
 }
 
 
+# What the Auto classes and pipelines pass on beside fields.
+_ARGUMENTS_OF_TRANSFORMERS = ("code_revision", "dtype", "return_unused_kwargs")
+
+
 class ViTScratchImageProcessor(BaseImageProcessor):
     """Image processor of the ViTScratch models; the fields are those of `ViTScratchImageProcessorKwargs`.
 
@@ -113,6 +117,13 @@ class ViTScratchImageProcessor(BaseImageProcessor):
         super().__init__(**_validate({**_DEFAULTS, **given}))
         if "auto_map" in stored:
             self.auto_map = stored["auto_map"]
+
+    @classmethod
+    def from_dict(cls, image_processor_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Returns the processor of `image_processor_dict` with the fields among `kwargs` in place of its own."""
+        # transformers drops what is no field, so that a misspelt one would go unnoticed.
+        fields = {name: kwargs.pop(name) for name in list(kwargs) if name not in _ARGUMENTS_OF_TRANSFORMERS}
+        return super().from_dict({**image_processor_dict, **fields}, **kwargs)
 
     @classmethod
     def from_config(

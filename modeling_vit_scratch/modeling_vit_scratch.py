@@ -15,13 +15,14 @@ from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .class_token_vit_scratch import attend_from_class_token, computes_as_written, is_watched
 from .configuration_vit_scratch import ViTScratchConfig
 from .embeddings_vit_scratch import ViTScratchEmbeddings
 from .initialization_vit_scratch import ViTScratchModule, lecun_normal_
 from .pooling_vit_scratch import ViTScratchAttentionPooling
 from .positions_vit_scratch import ViTScratchLayerPositions, attention_positions, positions_for_attention
 from .pretrained_vit_scratch import RULE, ViTScratchPreTrainedModel
-from .residual_vit_scratch import ViTScratchLayerScale, forward_with_stochastic_depth
+from .residual_vit_scratch import ViTScratchLayerScale, drop_path_rates, forward_with_stochastic_depth
 from .swiglu_vit_scratch import ViTScratchSwiGLU
 
 __all__ = ["ViTScratchForImageClassification", "ViTScratchLayer", "ViTScratchModel", "classification_loss"]
@@ -67,9 +68,6 @@ def attention_by_rule(
 
 AttentionInterface.register(RULE, attention_by_rule)
 
-# All compute softmax(q k / sqrt(d)) v; what a user registers under another name may be something else.
-EXACT_ATTENTIONS = (RULE, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-
 
 class ViTScratchAttention(ViTScratchModule):
     """Multi-head self-attention (paper appendix A)."""
@@ -97,43 +95,22 @@ class ViTScratchAttention(ViTScratchModule):
                 init.zeros_(projection.bias)
 
     def forward(
-        self, hidden_states: Tensor, where: tuple[Any, ...] | None = None, output_attentions: bool = False
+        self, hidden_states: Tensor, token_positions: tuple[Any, ...] | None = None, output_attentions: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         heads = (*hidden_states.shape[:2], -1, self.head_dim)
         query = self.q_proj(hidden_states).view(heads).transpose(1, 2)  # (B, A, T, d)
         key = self.k_proj(hidden_states).view(heads).transpose(1, 2)
         value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
-        query, key, added_scores = self.q_norm(query), self.k_norm(key), None
+        # A kernel wants one dtype, and under autocast a norm gives float32 on an accelerator.
+        query, key, added_scores = self.q_norm(query).to(value.dtype), self.k_norm(key).to(value.dtype), None
         if self.positions is not None:  # rotary or relative ones; the paper's are in the embeddings
-            query, key, added_scores = self.positions(query, key, where)
+            query, key, added_scores = self.positions(query, key, token_positions)
         attention = eager_attention_forward
         if not output_attentions:  # only the form written out can show its weights
             attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, attention)
         dropout = self.attention_dropout if self.training else 0.0
         context, weights = attention(self, query, key, value, added_scores, scaling=self.scaling, dropout=dropout)
         return self.o_proj(context.flatten(2)), weights  # (B, T, D)
-
-    def forward_class_token(self, hidden_states: Tensor) -> Tensor:
-        """Returns the class token's row of `forward`, (B, 1, D), without forming a key or a value.
-
-        With one query a head, q . (Wk x_j) = (Wk' q) . x_j and sum_j p_j (Wv x_j) = Wv (sum_j p_j x_j), so that the
-        D x D products run over one token instead of T. The key bias adds the same to all scores; it is kept so that
-        every parameter has its (zero) gradient.
-        """
-        dim = hidden_states.shape[2]
-        query = self.q_proj(hidden_states[:, 0]).unflatten(1, (-1, 1, self.head_dim))  # (B, A, 1, d)
-        key_weight = self.k_proj.weight.view(-1, self.head_dim, dim)  # (A, d, D)
-        value_weight = self.v_proj.weight.view(-1, self.head_dim, dim)
-        absorbed_query = (query @ key_weight).squeeze(2)  # (B, A, D)
-        scores = absorbed_query @ hidden_states.transpose(1, 2)  # (B, A, T)
-        if self.k_proj.bias is not None:
-            scores = scores + query.squeeze(2).mul(self.k_proj.bias.view(-1, self.head_dim)).sum(2, keepdim=True)
-        weights = F.dropout((scores * self.scaling).softmax(dim=-1), self.attention_dropout, self.training)
-        pooled = weights @ hidden_states  # (B, A, D)
-        context = (pooled.unsqueeze(2) @ value_weight.transpose(1, 2)).squeeze(2)  # (B, A, d)
-        if self.v_proj.bias is not None:
-            context = context + weights.sum(2, keepdim=True) * self.v_proj.bias.view(-1, self.head_dim)
-        return self.o_proj(context.flatten(1)).unsqueeze(1)
 
 
 class ViTScratchMLP(ViTScratchModule):
@@ -171,55 +148,38 @@ class ViTScratchLayer(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: Tensor,
-        where: tuple[Any, ...] | None = None,
+        token_positions: tuple[Any, ...] | None = None,
         output_attentions: bool = False,
         class_token_only: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the tokens (B, T, D), or only the class token (B, 1, D), and the attentions if asked for.
 
-        `where` is what the positions inside the attention need, if there are such.
+        `token_positions` is what the positions inside the attention need, if there are such.
         """
         if self.training and self.drop_path_rate > 0:
-            return forward_with_stochastic_depth(self, hidden_states, where, output_attentions, class_token_only)
-        update, weights = self.attention_branch(hidden_states, where, output_attentions, class_token_only)
+            return forward_with_stochastic_depth(
+                self, hidden_states, token_positions, output_attentions, class_token_only
+            )
+        update, weights = self.attention_branch(hidden_states, token_positions, output_attentions, class_token_only)
         hidden_states = hidden_states[:, : update.shape[1]] + update  # equation 2
         return hidden_states + self.mlp_branch(hidden_states), weights  # equation 3
 
     def attention_branch(
-        self, hidden_states: Tensor, where: tuple[Any, ...] | None, output_attentions: bool, class_token_only: bool
+        self,
+        hidden_states: Tensor,
+        token_positions: tuple[Any, ...] | None,
+        output_attentions: bool,
+        class_token_only: bool,
     ) -> tuple[Tensor, Tensor | None]:
         normed, weights = self.layernorm_before(hidden_states), None
         if class_token_only:
-            update = self.attention.forward_class_token(normed)
+            update = attend_from_class_token(self.attention, normed)
         else:
-            update, weights = self.attention(normed, where, output_attentions)
+            update, weights = self.attention(normed, token_positions, output_attentions)
         return self.layer_scale1(self.dropout(update)), weights
 
     def mlp_branch(self, hidden_states: Tensor) -> Tensor:
         return self.layer_scale2(self.dropout(self.mlp(self.layernorm_after(hidden_states))))
-
-    def is_plain(self) -> bool:
-        """Whether reading the projections' weights gives what calling them gives, and nobody watches the calls.
-
-        False under adapters, quantisation, tensor parallelism, parametrisations, hooks and attentions of the user's,
-        and where keys are more than a projection: normalised, rotated, or met by relative positions.
-        """
-        attention = self.attention
-        if type(attention) is not ViTScratchAttention or attention.positions is not None:
-            return False
-        if type(attention.q_norm) is not nn.Identity or type(attention.k_norm) is not nn.Identity:
-            return False
-        if attention.config._attn_implementation not in EXACT_ATTENTIONS:
-            return False
-        for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
-            if type(projection) is not nn.Linear or type(projection.weight.data) is not Tensor:
-                return False
-        return not any(_is_watched(module) for module in self.modules())
-
-
-def _is_watched(module: nn.Module) -> bool:
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks) or "forward" in vars(module)
 
 
 class ViTScratchPooler(ViTScratchModule):
@@ -248,9 +208,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         self.embeddings = ViTScratchEmbeddings(config)
         at_every_layer = config.position_embedding_placement != "stem"
         self.layer_positions = ViTScratchLayerPositions(config) if at_every_layer else None
-        depth = config.num_hidden_layers
-        rates = [config.drop_path_rate * index / max(1, depth - 1) for index in range(depth)]
-        self.layers = nn.ModuleList([ViTScratchLayer(config, rate) for rate in rates])
+        self.layers = nn.ModuleList([ViTScratchLayer(config, rate) for rate in drop_path_rates(config)])
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.add_pooling_layer = add_pooling_layer
         has_attention_head = add_pooling_layer and config.pooling == "attention"
@@ -289,7 +247,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             pooled_only and not (output_attentions or output_hidden_states) and self._needs_class_token_only()
         )
         hidden_states, places = self.embeddings(pixel_values, visible_patches, corrupt)  # (B, T, D), equation 1
-        where = positions_for_attention(self.config, places, like=hidden_states)
+        token_positions = positions_for_attention(self.config, places, like=hidden_states)
         layer_positions = None if self.layer_positions is None else self.layer_positions(places, like=hidden_states)
         all_hidden_states, all_attentions = [], []
         for index, layer in enumerate(self.layers):
@@ -298,7 +256,9 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             if layer_positions is not None:  # paper D.4: positions at every layer
                 hidden_states = hidden_states + layer_positions[index]
             is_last = index == len(self.layers) - 1
-            hidden_states, weights = layer(hidden_states, where, output_attentions, class_token_only and is_last)
+            hidden_states, weights = layer(
+                hidden_states, token_positions, output_attentions, class_token_only and is_last
+            )
             all_attentions.append(weights)
         sequence = hidden_states
         if self.config.final_norm == "before_pooling" or not self.add_pooling_layer:
@@ -320,7 +280,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         elif self.config.pooling == "class_token_and_mean":
             pooled = torch.cat((pooled, patches.mean(dim=1)), dim=1)
         elif self.attention_pooling is not None:
-            pooled = self.attention_pooling(sequence)
+            pooled = self.attention_pooling(patches)
         if self.config.final_norm == "after_pooling":
             pooled = self.layernorm(pooled)
         return pooled if self.pooler is None else self.pooler(pooled)
@@ -329,8 +289,9 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
         return (
             self.config.pooling == "class_token"
             and not self.config.use_distillation_token
-            and cast(ViTScratchLayer, self.layers[-1]).is_plain()
-            and not (_is_watched(self.layernorm) or _is_watched(self))  # whose output would have one token
+            and type(self.layers[-1].attention) is ViTScratchAttention
+            and computes_as_written(self.layers[-1])
+            and not (is_watched(self.layernorm) or is_watched(self))  # whose output would have one token
         )
 
 

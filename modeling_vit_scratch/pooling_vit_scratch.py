@@ -1,6 +1,6 @@
 """The attention head (MAP) of Scaling Vision Transformers (https://arxiv.org/abs/2106.04560, section 3.2).
 
-B images, T tokens, D hidden_size, A heads, d head_dim = D / A.
+B images, N patches, D hidden_size, A heads, d head_dim = D / A.
 """
 
 import math
@@ -17,7 +17,7 @@ __all__ = ["ViTScratchAttentionPooling"]
 
 
 class ViTScratchProbeAttention(ViTScratchModule):
-    """Attention of one query to all tokens."""
+    """Attention of one query to the patch tokens."""
 
     def __init__(self, config: ViTScratchConfig):
         super().__init__()
@@ -34,7 +34,7 @@ class ViTScratchProbeAttention(ViTScratchModule):
 
     def forward(self, query_token: Tensor, hidden_states: Tensor) -> Tensor:
         query, key, value = (
-            projected.unflatten(2, (-1, self.head_dim)).transpose(1, 2)  # (B, A, 1 or T, d)
+            projected.unflatten(2, (-1, self.head_dim)).transpose(1, 2)  # (B, A, 1 or N, d)
             for projected in (self.q_proj(query_token), self.k_proj(hidden_states), self.v_proj(hidden_states))
         )
         context = F.scaled_dot_product_attention(query, key, value)  # (B, A, 1, d)
@@ -42,7 +42,7 @@ class ViTScratchProbeAttention(ViTScratchModule):
 
 
 class ViTScratchAttentionPooling(ViTScratchModule):
-    """A learned probe attends to all tokens, without a residual connection; an MLP with one follows."""
+    """A learned probe attends to the patch tokens, without a residual connection; an MLP with one follows."""
 
     def __init__(self, config: ViTScratchConfig, mlp: nn.Module):
         super().__init__()
@@ -56,6 +56,6 @@ class ViTScratchAttentionPooling(ViTScratchModule):
         init.uniform_(self.probe, -limit, limit)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Returns (B, D) for tokens (B, T, D)."""
+        """Returns (B, D) for patch tokens (B, N, D)."""
         pooled = self.attention(self.probe.expand(hidden_states.shape[0], -1, -1), hidden_states)
         return (pooled + self.mlp(self.layernorm(pooled))).squeeze(1)

@@ -173,7 +173,7 @@ class ViTScratchRelativePositions(ViTScratchModule):
 
 
 def attention_positions(config: ViTScratchConfig) -> nn.Module | None:
-    """The positions inside the attention of a layer: (query, key, where) -> (query, key, added logits or None)."""
+    """Positions inside the attention of a layer: query, key, token positions -> query, key, added scores or None."""
     if config.position_embedding_type == "rope_2d":
         return ViTScratchRotaryPositions()
     if config.position_embedding_type == "relative":

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_vit_scratch import ViTScratchConfig
 from .errors_vit_scratch import InputError
@@ -123,7 +124,10 @@ class ViTScratchPreTrainedModel(PreTrainedModel, ViTScratchModule):
 
 
 def _check_attention(config: PreTrainedConfig, attn_implementation: Any) -> None:
-    if config.position_embedding_type == "relative" and attn_implementation not in RELATIVE_ATTENTIONS:
+    exists = attn_implementation in ALL_ATTENTION_FUNCTIONS or "/" in str(
+        attn_implementation
+    )  # else transformers says
+    if config.position_embedding_type == "relative" and exists and attn_implementation not in RELATIVE_ATTENTIONS:
         raise InputError(
             f"position_embedding_type='relative' adds a matrix to the logits of each head, which attn_implementation="
             f"{attn_implementation!r} cannot; use one of {', '.join(RELATIVE_ATTENTIONS)}"

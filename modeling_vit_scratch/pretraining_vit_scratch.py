@@ -100,7 +100,8 @@ class ViTScratchForMaskedPatchPrediction(ViTScratchPreTrainedModel):
 
         Args:
             pixel_values: (B, C, H, W), normalised by `image_mean` and `image_std` of the config.
-            bool_masked_pos: (B, N), the patches to corrupt; None: drawn, and in evaluation the same at every call.
+            bool_masked_pos: (B, N), the patches to corrupt, at least one; None: drawn, and in evaluation the same at
+                every call.
             output_attentions: also return the encoder's attentions.
             output_hidden_states: also return the encoder's hidden states.
             return_dict: False for a plain tuple.
@@ -206,7 +207,10 @@ class ViTScratchDecoder(ViTScratchModule):
 
 
 class ViTScratchForMaskedAutoencoding(ViTScratchPreTrainedModel):
-    """Encodes a quarter of the patches, and reconstructs the pixels of the others."""
+    """Encodes a quarter of the patches, and reconstructs the pixels of the others.
+
+    `mask_ratio` alone says how many are hidden; `patch_dropout_rate` drops none of those that are seen.
+    """
 
     def __init__(self, config: ViTScratchConfig):
         super().__init__(config)

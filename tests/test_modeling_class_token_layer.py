@@ -20,13 +20,13 @@ CLOSE = {"rtol": 0, "atol": 1e-12}
 def class_token_calls(monkeypatch) -> list[nn.Module]:
     """The attention modules that were computed for the class token alone, in order."""
     calls: list[nn.Module] = []
-    original = modeling.ViTScratchAttention.forward_class_token
+    original = modeling.attend_from_class_token
 
-    def recorded(self, hidden_states):
-        calls.append(self)
-        return original(self, hidden_states)
+    def recorded(attention, hidden_states):
+        calls.append(attention)
+        return original(attention, hidden_states)
 
-    monkeypatch.setattr(modeling.ViTScratchAttention, "forward_class_token", recorded)
+    monkeypatch.setattr(modeling, "attend_from_class_token", recorded)
     return calls
 
 
@@ -217,7 +217,7 @@ def test_a_replaced_forward_is_called(monkeypatch):
 
 def test_an_attention_of_another_class_is_called():
     class Silent(modeling.ViTScratchAttention):
-        def forward(self, hidden_states, where=None, output_attentions=False):
+        def forward(self, hidden_states, token_positions=None, output_attentions=False):
             return torch.zeros_like(hidden_states), None
 
     model, pixels = tiny_classifier(), random_pixels()

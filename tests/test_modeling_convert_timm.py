@@ -32,15 +32,9 @@ NETWORKS = {
     "mean before the norm": (PLAIN, NO_CLASS_TOKEN),
     "mean of the patches beside a class token": (PLAIN, {"global_pool": "avg"}),
     "attention pooling": (PLAIN, {"class_token": False, "global_pool": "map", "act_layer": "gelu_tanh"}),
-    "attention pooling over registers": (
+    "attention pooling beside registers": (
         PLAIN,
-        {
-            "class_token": False,
-            "global_pool": "map",
-            "reg_tokens": 2,
-            "no_embed_class": True,
-            "pool_include_prefix": True,
-        },
+        {"class_token": False, "global_pool": "map", "reg_tokens": 2, "no_embed_class": True},
     ),
     "registers": (PLAIN, {"reg_tokens": 3, "no_embed_class": True}),
     "LayerScale, QK-norm": (PLAIN, {"init_values": 1e-5, "qk_norm": True}),
@@ -173,7 +167,7 @@ def test_one_class_is_a_sigmoid():
         (PLAIN, {"final_norm": False}, "final_norm=False"),
         (PLAIN, {"fc_norm": True}, "fc_norm=True with global_pool='token'"),
         (PLAIN, {"global_pool": "max"}, "global_pool='max'"),
-        (PLAIN, {"global_pool": "map"}, "pool_include_prefix=False with 1 tokens"),
+        (PLAIN, {"global_pool": "map", "pool_include_prefix": True}, "pool_include_prefix=True"),
         (PLAIN, {"global_pool": "avg", "pool_include_prefix": True}, "pool_include_prefix=True"),
         (PLAIN, {"scale_attn_norm": True}, "scale_attn_norm"),
         (PLAIN, {"scale_mlp_norm": True}, "scale_mlp_norm"),

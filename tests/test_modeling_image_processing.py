@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from torchvision.transforms import v2
-from transformers import BatchFeature, ViTImageProcessor
+from transformers import AutoImageProcessor, BatchFeature, ViTImageProcessor
 
 import modeling_vit_scratch
 from modeling_vit_scratch import ViTScratchConfig
@@ -338,3 +338,11 @@ def test_a_fresh_process_loads_and_saves_the_processor_as_remote_code(tmp_path):
     subprocess.run(command, check=True, cwd=tmp_path)  # outside the checkout: the package itself is not importable
     for path in (tmp_path / "repo").iterdir():
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("load", [ViTScratchImageProcessor.from_pretrained, AutoImageProcessor.from_pretrained])
+def test_a_misspelt_field_at_load_is_refused(load, tmp_path):
+    ViTScratchImageProcessor().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"no field 'resize_mod'; did you mean resize_mode\?"):
+        load(tmp_path, resize_mod="pad")
+    assert load(tmp_path, resize_mode="pad").resize_mode == "pad"

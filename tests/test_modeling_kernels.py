@@ -4,7 +4,7 @@ import pytest
 import torch
 from fixtures_modeling import random_pixels, randomize, tiny_classifier, tiny_config, tiny_encoder
 from fixtures_variants import VARIANTS, variant_classifier, variant_pixels
-from transformers import UperNetConfig, UperNetForSemanticSegmentation
+from transformers import AttentionInterface, UperNetConfig, UperNetForSemanticSegmentation
 
 from modeling_vit_scratch import ViTScratchForImageClassification
 from modeling_vit_scratch.errors_vit_scratch import InputError
@@ -64,6 +64,23 @@ def test_flex_attention_gives_the_logits_of_attention_written_out(variant):
 def test_flex_attention_serves_every_variant_but_relative_positions(variant):
     flex, eager = with_flex(variant)
     torch.testing.assert_close(flex, eager, rtol=1e-5, atol=1e-5)
+
+
+def test_queries_and_keys_reach_the_kernel_in_the_dtype_of_the_values():
+    # Under autocast on an accelerator a LayerNorm gives float32; so do these on any device.
+    seen = []
+
+    def recorded(module, query, key, value, attention_mask, **kwargs):
+        seen.append((query.dtype, key.dtype, value.dtype))
+        return value.transpose(1, 2), None
+
+    AttentionInterface.register("dtypes_for_this_test", recorded)
+    model = tiny_encoder(qk_norm=True, attn_implementation="dtypes_for_this_test", dtype=torch.bfloat16)
+    for layer in model.layers:
+        layer.attention.q_norm.register_forward_hook(lambda _, inputs, output: output.float())
+        layer.attention.k_norm.register_forward_hook(lambda _, inputs, output: output.float())
+    model(random_pixels())
+    assert seen == [(torch.bfloat16,) * 3] * 2
 
 
 # Relative positions add a matrix to each head's logits. Flex attention as transformers calls it would add that of the

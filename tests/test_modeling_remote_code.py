@@ -118,6 +118,7 @@ def test_the_folder_is_flat():
 
 def test_the_modeling_file_reaches_exactly_the_network():
     assert reached(PACKAGE / "modeling_vit_scratch.py") == {
+        "class_token_vit_scratch.py",
         "configuration_vit_scratch.py",
         "embeddings_vit_scratch.py",
         "errors_vit_scratch.py",

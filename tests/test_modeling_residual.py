@@ -241,24 +241,6 @@ def test_gradient_checkpointing_drops_the_same_again(fields):
     torch.testing.assert_close(gradients(True), gradients(False), **EXACT)
 
 
-@pytest.mark.slow
-def test_a_step_in_training_is_one_graph():
-    model = tiny_classifier(drop_path_rate=0.5, patch_dropout_rate=0.5).train()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    compiled(random_pixels(batch=4), labels=torch.arange(4)).loss.backward()
-    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
-
-
-def test_a_compiled_layer_drops_whole_images_too():
-    layer, tokens = layer_with_one_branch("attention", rate=0.5), some_tokens(16)
-    compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    torch.manual_seed(0)
-    changed, update = compiled(tokens)[0] - tokens, copy.deepcopy(layer).eval()(tokens)[0] - tokens
-    is_kept = changed.abs().sum(dim=(1, 2)) > 1e-9
-    assert 0 < is_kept.sum() < 16
-    torch.testing.assert_close(changed, 2 * update * is_kept[:, None, None], **CLOSE)
-
-
 def test_autocast_keeps_the_residual_stream_in_float32():
     model = tiny_encoder(drop_path_rate=0.5).train()
     with torch.autocast("cpu", torch.bfloat16):
