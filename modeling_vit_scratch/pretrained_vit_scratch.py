@@ -124,10 +124,10 @@ class ViTScratchPreTrainedModel(PreTrainedModel, ViTScratchModule):
 
 
 def _check_attention(config: PreTrainedConfig, attn_implementation: Any) -> None:
-    exists = attn_implementation in ALL_ATTENTION_FUNCTIONS or "/" in str(
-        attn_implementation
-    )  # else transformers says
-    if config.position_embedding_type == "relative" and exists and attn_implementation not in RELATIVE_ATTENTIONS:
+    if config.position_embedding_type != "relative" or attn_implementation in RELATIVE_ATTENTIONS:
+        return
+    # One that does not exist is for transformers to refuse.
+    if attn_implementation in ALL_ATTENTION_FUNCTIONS or "/" in str(attn_implementation):
         raise InputError(
             f"position_embedding_type='relative' adds a matrix to the logits of each head, which attn_implementation="
             f"{attn_implementation!r} cannot; use one of {', '.join(RELATIVE_ATTENTIONS)}"

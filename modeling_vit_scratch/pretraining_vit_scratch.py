@@ -187,7 +187,7 @@ class ViTScratchDecoder(ViTScratchModule):
         tokens = self.embed(tokens)
         prefix, patches = tokens[:, : self.num_prefix_tokens], tokens[:, self.num_prefix_tokens :]
         num_patches = grid_size[0] * grid_size[1]
-        every_patch = self.mask_token.to(patches.dtype).expand(len(patches), num_patches, -1)
+        every_patch = self.mask_token.to(patches.dtype).expand(patches.shape[0], num_patches, -1)
         every_patch = every_patch.scatter(1, visible.unsqueeze(2).expand_as(patches), patches)
         hidden_states = torch.cat((prefix, every_patch), dim=1) + self._positions_for(grid_size)
         for layer in self.layers:

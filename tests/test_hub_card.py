@@ -124,7 +124,9 @@ def test_a_converted_start_is_named(run_folder):
     set_recipe(run_folder, verb="finetune", model_name_or_path="/data/vit.npz")
     record = {"schema_version": 1, "kind": "Google's npz in the released layout"}
     (run_folder / "conversion.json").write_text(json.dumps(record))
-    assert "local checkpoint `vit.npz`, converted from Google's npz in the released layout, which" in card_of(run_folder)
+    assert "local checkpoint `vit.npz`, converted from Google's npz in the released layout, which" in card_of(
+        run_folder
+    )
 
 
 def test_a_held_out_part_is_not_passed_off_as_the_test_split(run_folder):

@@ -73,7 +73,9 @@ def test_both_groups_are_told(caplog):
     decay_groups(tiny_classifier(), 0.1)
     decayed, others = [record.getMessage() for record in caplog.records]
     assert decayed.startswith("weight decay 0.1 on 14 tensors: vit.embeddings.patch_embeddings.projection.weight")
-    assert others.startswith("weight decay 0 on 26 tensors: vit.embeddings.position_embeddings, vit.embeddings.cls_token")
+    assert others.startswith(
+        "weight decay 0 on 26 tensors: vit.embeddings.position_embeddings, vit.embeddings.cls_token"
+    )
 
 
 def papers_rate(step, *, base, warmup, total, kind):
