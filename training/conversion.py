@@ -79,7 +79,7 @@ def convert_checkpoint(
     """
     from modeling_vit_scratch import convert_vit_scratch as converters
     from training import run_folder
-    from training.pretrained import reading
+    from training.reading import reading
 
     folder = Path(output_dir)
     _check_output_dir(folder)

@@ -8,13 +8,10 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from modeling_vit_scratch import (
@@ -25,8 +22,9 @@ from modeling_vit_scratch import (
 )
 from modeling_vit_scratch.convert_proof_vit_scratch import built
 from modeling_vit_scratch.convert_vit_scratch import convert, is_vit_scratch, locate, weight_files
-from modeling_vit_scratch.errors_vit_scratch import EnvironmentFault, InputError
+from modeling_vit_scratch.errors_vit_scratch import InputError
 from training.conversion import CONVERSION_FILE, conversion_record, describe, proven
+from training.reading import reading
 from training.run_folder import read_json
 
 __all__ = [
@@ -36,13 +34,10 @@ __all__ = [
     "load_classifier",
     "load_config",
     "load_processor",
-    "reading",
     "with_new_head",
 ]
 
 logger = logging.getLogger(__name__)
-
-Loaded = TypeVar("Loaded")
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,29 +166,3 @@ def class_names_of(config: ViTScratchConfig) -> list[str]:
     """Returns the names of the classes in the order of their indices."""
     names = cast(dict[int, str], config.id2label)
     return [names[index] for index in range(len(names))]
-
-
-def reading(load: Callable[[], Loaded], source: str) -> Loaded:
-    """Returns what `load` does; what the Hub and the disk raise becomes an error that names the source."""
-    try:
-        return load()
-    except SafetensorError as error:
-        raise InputError(f"{source}: its weights are damaged ({error}); get them again") from error
-    except (HFValidationError, HfHubHTTPError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        if not Path(source).is_dir() and ("/" not in source or source.startswith(("/", "."))):
-            reason = "no such folder"
-        elif _is_unreachable(error):
-            raise EnvironmentFault(f"{source}: {reason} Try again, or name a folder.") from error
-        raise InputError(f"{source}: {reason}") from error
-
-
-def _is_unreachable(error: BaseException | None) -> bool:
-    """Whether the Hub could not be asked, as far as the causes of an error tell."""
-    while error is not None:
-        if isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
-            return True
-        if isinstance(error, HfHubHTTPError) and error.response.status_code >= 500:
-            return True
-        error = error.__cause__
-    return False
