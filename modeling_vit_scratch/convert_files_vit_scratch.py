@@ -12,7 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 import numpy as np
 import safetensors
@@ -20,6 +20,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from .convert_messages_vit_scratch import one_line, some
 from .errors_vit_scratch import EnvironmentFault, InputError
 
 __all__ = ["CheckpointKind", "as_array", "as_tensor", "checkpoint_kind", "read_arrays", "read_tensors"]
@@ -85,7 +86,19 @@ def read_tensors(path: StrPath) -> dict[str, Tensor]:
             tensors = _read_onnx(file)
     if not tensors:
         raise InputError(f"{file}: holds no tensor; {_FETCH}, or name the file that holds the weights")
+    _check_storage(tensors, file)
     return tensors
+
+
+def _check_storage(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Raises where a tensor does not hold its values, or holds them in a dtype that torch cannot compute in."""
+    for name, tensor in tensors.items():
+        is_tiny = tensor.is_floating_point() and tensor.element_size() == 1
+        if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized or is_tiny:
+            kind = "meta" if tensor.is_meta else f"{str(tensor.layout).removeprefix('torch.')} {tensor.dtype}"
+            raise InputError(
+                f"{file}: {name} is a {kind} tensor; only plain dense tensors of 16 to 64 bits are read: save it so"
+            )
 
 
 def read_arrays(path: StrPath) -> dict[str, np.ndarray]:
@@ -140,7 +153,7 @@ def _kind(file: Path) -> CheckpointKind:
         content = _content(file)
     except OSError as error:
         raise EnvironmentFault(
-            f"{file}: cannot be read ({_line(error)}); check its permissions and the disk"
+            f"{file}: cannot be read ({one_line(error)}); check its permissions and the disk"
         ) from None
     if content.kind != named:
         raise InputError(f"{file}: the name says {named}, but it is {content.words}; {content.remedy}")
@@ -202,7 +215,7 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load_file(file)
     except safetensors.SafetensorError as error:
-        raise InputError(f"{file}: a damaged safetensors file ({_line(error)}); {_FETCH}") from None
+        raise InputError(f"{file}: a damaged safetensors file ({one_line(error)}); {_FETCH}") from None
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
@@ -219,9 +232,10 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
         found = _read_safetensors(shard)
         wanted = {tensor for tensor, place in weight_map.items() if place == name}
         if wanted != found.keys():
+            missing, surplus = sorted(wanted - found.keys()), sorted(found.keys() - wanted)
             raise InputError(
                 f"{shard}: not the file that {index.name} was written for: "
-                f"missing {_some(wanted - found.keys())}, not listed {_some(found.keys() - wanted)}; {_FETCH}"
+                f"missing {some(missing, 4)}, not listed {some(surplus, 4)}; {_FETCH}"
             )
         tensors |= found
     return tensors
@@ -249,7 +263,7 @@ def _read_npz(file: Path) -> dict[str, np.ndarray]:
     except (ValueError, EOFError, OSError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         if "allow_pickle" in str(error):
             raise InputError(f"{file}: {name} holds pickled Python objects; save it again as plain arrays") from None
-        raise InputError(f"{file}: {name} cannot be read ({_line(error)}); {_FETCH}") from None
+        raise InputError(f"{file}: {name} cannot be read ({one_line(error)}); {_FETCH}") from None
     return arrays
 
 
@@ -270,7 +284,8 @@ def _read_torch(file: Path) -> dict[str, Tensor]:
     others = {str(name) for name, value in loaded.items() if not isinstance(value, Tensor)}
     if others:
         raise InputError(
-            f"{file}: not a state dict, since {_some(others)} is no tensor; save the network's state_dict() by itself"
+            f"{file}: not a state dict, since {some(sorted(others), 4)} is no tensor; save the network's state_dict() "
+            "by itself"
         )
     return {str(name): tensor.detach() for name, tensor in loaded.items()}
 
@@ -283,7 +298,7 @@ def _refuse_torch(file: Path, error: Exception) -> NoReturn:
         raise InputError(
             f"{file}: needs {wanted[1]} to be unpickled, and only plain tensors are; {_TO_SAFETENSORS}"
         ) from None
-    raise InputError(f"{file}: a damaged file of torch.save ({_line(error)}); {_FETCH}") from None
+    raise InputError(f"{file}: a damaged file of torch.save ({one_line(error)}); {_FETCH}") from None
 
 
 def _read_onnx(file: Path) -> dict[str, Tensor]:
@@ -304,16 +319,5 @@ def _read_onnx(file: Path) -> dict[str, Tensor]:
     except InputError:
         raise
     except (DecodeError, onnx.checker.ValidationError, OSError, ValueError) as error:
-        raise InputError(f"{file}: a damaged ONNX file ({_line(error)}); fetch it and its data again") from None
+        raise InputError(f"{file}: a damaged ONNX file ({one_line(error)}); fetch it and its data again") from None
     return tensors
-
-
-def _some(names: set[Any]) -> str:
-    listed = sorted(names)
-    return (", ".join(listed[:4]) or "nothing") + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
-
-
-def _line(error: Exception) -> str:
-    """What an error says first, in one line."""
-    text = " ".join(str(error).split())
-    return text[:117] + "..." if len(text) > 120 else text or type(error).__name__

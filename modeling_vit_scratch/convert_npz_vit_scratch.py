@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .configuration_vit_scratch import ViTScratchConfig
 from .convert_files_vit_scratch import StrPath, as_tensor, read_arrays
+from .convert_messages_vit_scratch import one_line, some
 from .convert_npz_layout_vit_scratch import (
     BLOCK,
     MAP_HEAD,
@@ -123,6 +124,8 @@ class _Network:
         shape = self.arrays[name].shape
         if len(shape) != len(axes):
             raise InputError(f"{self.source}: {name} is {shape}, but its axes must be ({', '.join(axes)})")
+        if 0 in shape:
+            raise InputError(f"{self.source}: {name} is {shape}: it holds nothing; the file is damaged, get it again")
         return shape
 
     def tensor(self, name: str, slot: Slot) -> Tensor:
@@ -134,7 +137,7 @@ def _network_of(stored: Arrays, source: str) -> _Network:
     if len(roots) != 1:
         raise InputError(
             f"{source}: holds {len(roots)} Vision Transformers instead of 1 (by embedding/kernel, alone or below "
-            f"{', '.join(_ROOTS[1:])}); its arrays are {_some(stored)}"
+            f"{', '.join(_ROOTS[1:])}); its arrays are {some(stored)}"
         )
     root = roots[0]
     arrays: Arrays = {}
@@ -158,7 +161,7 @@ def _notes_on(others: list[str], root: str, source: str) -> list[str]:
     text = [name for name in others if root.endswith("img/") and _TEXT_TOWER.fullmatch(name)]
     if unknown := sorted(set(others) - set(training) - set(text)):
         raise InputError(
-            f"{source}: {_some(unknown)} beside the network below {root}; only its arrays can be converted"
+            f"{source}: {some(unknown)} beside the network below {root}; only its arrays can be converted"
         )
     return [
         f"left out the {what}: {len(names)} arrays such as {names[0]}"
@@ -216,8 +219,8 @@ def _config_of(network: _Network, image_size: int | list[int] | None) -> ViTScra
     fields |= _head_fields(network)
     try:
         return ViTScratchConfig(**fields)
-    except StrictDataclassError as error:
-        raise InputError(f"{network.source}: makes no network: {' '.join(str(error).split())}") from None
+    except (StrictDataclassError, InputError) as error:
+        raise InputError(f"{network.source}: its shapes make no network: {one_line(error)}") from None
 
 
 def _count(names: Iterable[str], pattern: str) -> int:
@@ -295,9 +298,13 @@ def _head_fields(network: _Network) -> dict[str, Any]:
             f"{num_labels} classes are ImageNet-21k, which the paper and AugReg trained with one sigmoid a class: "
             "problem_type is multi_label_classification"
         )
+    return {"num_labels": num_labels, "problem_type": _problem_type(num_labels)}
+
+
+def _problem_type(num_labels: int | None) -> str:
+    """Which training the number of classes tells, for no array does."""
     is_multi_label = num_labels in (1, IMAGENET_21K_CLASSES)
-    problem_type = "multi_label_classification" if is_multi_label else "single_label_classification"
-    return {"num_labels": num_labels, "problem_type": problem_type}
+    return "multi_label_classification" if is_multi_label else "single_label_classification"
 
 
 def _check_arrays(network: _Network, places: dict[str, Slot]) -> None:
@@ -312,13 +319,8 @@ def _check_arrays(network: _Network, places: dict[str, Slot]) -> None:
         ],
     }
     if any(problems.values()):
-        listed = "; ".join(f"{kind}: {_some(names)}" for kind, names in problems.items() if names)
+        listed = "; ".join(f"{kind}: {some(names)}" for kind, names in problems.items() if names)
         raise InputError(f"{network.source}: not a Vision Transformer as Google's code writes it: {listed}")
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    return (", ".join(listed[:6]) or "none") + (f" and {len(listed) - 6} more" if len(listed) > 6 else "")
 
 
 def to_npz(model: PreTrainedModel, image_processor: ViTScratchImageProcessor) -> Arrays:
@@ -336,10 +338,11 @@ def to_npz(model: PreTrainedModel, image_processor: ViTScratchImageProcessor) ->
         raise InputError(
             f"{type(model).__name__} has no place in an npz file; only classifiers and bare encoders have"
         )
-    _check_fields(config, image_processor)
+    _check_fields(config, image_processor, with_head)
+    _warn_of_losses(config, image_processor, with_head)
     tensors, places = model.state_dict(), slots(config, with_head=with_head)
     if odd := tensors.keys() ^ {slot.ours for slot in places.values()}:
-        raise InputError(f"an npz file holds the plain network: merge or unload what made {_some(sorted(odd))}")
+        raise InputError(f"an npz file holds the plain network: merge or unload what made {some(sorted(odd))}")
     arrays = {name: slot.from_ours(tensors[slot.ours]) for name, slot in places.items()}
     if not _needs_big_vision(config):
         return arrays
@@ -351,7 +354,7 @@ def _needs_big_vision(config: PreTrainedConfig) -> bool:
     return config.pooling == "attention" or config.position_embedding_type == "sincos_2d" or has_bare_class_token
 
 
-def _check_fields(config: PreTrainedConfig, image_processor: ViTScratchImageProcessor) -> None:
+def _check_fields(config: PreTrainedConfig, image_processor: ViTScratchImageProcessor, with_head: bool) -> None:
     """Raises unless Google's code computes what this config says and feeds it what this processor does."""
     fitting: dict[str, tuple[Any, tuple]] = {  # field: its value, the values that fit
         "mlp_type": (config.mlp_type, ("mlp",)),
@@ -370,6 +373,8 @@ def _check_fields(config: PreTrainedConfig, image_processor: ViTScratchImageProc
         "image_mean": (image_processor.image_mean, ([0.5] * config.num_channels,)),
         "image_std": (image_processor.image_std, ([0.5] * config.num_channels,)),
     }
+    if with_head:  # a file does not say it: this is what its number of classes is taken for
+        fitting["problem_type"] = (config.problem_type, (_problem_type(config.num_labels),))
     if _needs_big_vision(config):  # it has no hybrids
         fitting["stem_depths"] = (config.stem_depths, (None,))
     for name, (value, values) in fitting.items():
@@ -378,6 +383,20 @@ def _check_fields(config: PreTrainedConfig, image_processor: ViTScratchImageProc
                 f"{name}={value!r} has no place in an npz file: Google's code has "
                 f"{' or '.join(map(repr, values))}; export to another format"
             )
+
+
+def _warn_of_losses(config: PreTrainedConfig, image_processor: ViTScratchImageProcessor, with_head: bool) -> None:
+    names = list((config.id2label or {}).values())
+    if with_head and names != [f"LABEL_{index}" for index in range(len(names))]:
+        logger.warning("an npz file holds no class names: those of the %d classes are left out", len(names))
+    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "patch_dropout_rate"):
+        if getattr(config, name):
+            logger.warning("an npz file holds no settings of training: %s=%s is left out", name, getattr(config, name))
+    if config.position_embedding_type == "sincos_2d" and config.image_size != SINCOS_IMAGE_SIZE:
+        logger.warning(
+            "an npz file without positions does not tell the image size: read it with --image_size %s",
+            " ".join(map(str, config.image_height_width)),
+        )
     if image_processor.resize_mode != "squash":
         logger.warning(
             "an npz file holds no preprocessing: Google's code squashes images to %s, where this processor has "

@@ -13,7 +13,7 @@ import numpy as np
 
 from .errors_vit_scratch import EnvironmentFault, InputError
 
-__all__ = ["OnnxGraph"]
+__all__ = ["OnnxGraph", "check_input"]
 
 
 class OnnxGraph:
@@ -169,6 +169,24 @@ def _read(path: str | Path) -> Any:
     if not model.graph.node:
         raise InputError(f"{path} holds no ONNX graph; get it again")
     return model
+
+
+def check_input(graph: Any, path: str | Path) -> None:
+    """Raises unless the first input can be the pixels (B, C, H, W) in float32."""
+    from onnx import TensorProto
+
+    given = {tensor.name for tensor in graph.initializer}  # old exporters list parameters among the inputs
+    if not graph.input or graph.input[0].name in given:
+        raise InputError(f"{path}: the graph has no input for images; export the network with one")
+    pixels = graph.input[0]
+    num_axes = len(pixels.type.tensor_type.shape.dim)
+    if num_axes != 4:
+        raise InputError(f"{path}: the input {pixels.name} has {num_axes} axes instead of 4 (B, C, H, W) of images")
+    if (element := pixels.type.tensor_type.elem_type) != TensorProto.FLOAT:
+        kinds = {number: name for name, number in TensorProto.DataType.items()}
+        raise InputError(
+            f"{path}: the input {pixels.name} is {kinds.get(element, element)}; export the network in float32"
+        )
 
 
 def _arrays(model: Any, path: str | Path) -> dict[str, np.ndarray]:

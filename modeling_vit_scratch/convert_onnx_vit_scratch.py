@@ -11,10 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from .configuration_vit_scratch import ViTScratchConfig
-from .convert_onnx_graph_vit_scratch import OnnxGraph
+from .convert_messages_vit_scratch import one_line, some
+from .convert_onnx_graph_vit_scratch import OnnxGraph, check_input
 from .convert_proof_vit_scratch import Conversion, built
 from .errors_vit_scratch import EnvironmentFault, InputError
 from .image_processing_vit_scratch import ViTScratchImageProcessor
@@ -31,7 +33,11 @@ _PIXELS: dict[str, Any] = {
     "image_std": [0.229, 0.224, 0.225],
 }
 
+_CLASS_TOKEN = "embeddings.cls_token"
 _PATCH_KERNEL = "embeddings.patch_embeddings.projection.weight"
+
+# What a graph raises that a flipped bit or an unknown exporter made: a missing input, a shape of another length, ...
+_ODD_GRAPH = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 # Parts of a name in transformers 4 or 5, and ours.
 _RENAMED = (
@@ -74,8 +80,21 @@ def from_onnx(path: str | Path, *, num_attention_heads: int | None = None) -> Co
     Raises:
         InputError: not a whole ONNX file, or no DINOv2 in it.
     """
+    try:
+        return _from_onnx(path, num_attention_heads)
+    except InputError:
+        raise
+    except _ODD_GRAPH as error:
+        raise InputError(
+            f"{path} is damaged, or its graph is none that is understood ({type(error).__name__}: {one_line(error)}); "
+            "export the network again"
+        ) from error
+
+
+def _from_onnx(path: str | Path, num_attention_heads: int | None) -> Conversion:
     encoder = _find_encoder(path)
     graph = encoder.graph
+    check_input(graph.model.graph, path)
     positions = _find_positions(encoder)
     declared_size = _declared_size(encoder)
     config = _config(encoder, positions, declared_size, num_attention_heads)
@@ -94,6 +113,7 @@ def from_onnx(path: str | Path, *, num_attention_heads: int | None = None) -> Co
         reference_dtype=torch.float32,  # the graph's own
         notes=_notes(encoder, positions),
         image_sizes=list(dict.fromkeys([(height, width), *own_sizes])),
+        taken_from_user="" if num_attention_heads is None else f"--num_attention_heads {num_attention_heads}",
     )
 
 
@@ -113,7 +133,20 @@ def _find_encoder(path: str | Path) -> _Encoder:
             for theirs, ours in _RENAMED:
                 own = own.replace(theirs, ours)
             tensors[own], names_in_file[own] = array, name
+    if _CLASS_TOKEN not in tensors:
+        tensors[_CLASS_TOKEN] = _folded_class_token(graph, tensors[_PATCH_KERNEL].shape[0], path)
     return _Encoder(str(path), graph, tensors, names_in_file)
+
+
+def _folded_class_token(graph: OnnxGraph, width: int, path: str | Path) -> np.ndarray:
+    """Returns the token of a graph for one size of batch, into which it was folded as B equal rows (B, 1, D)."""
+    for concat in graph.concatenations():
+        first = graph.constants.get(concat.input[0])
+        if first is not None and first.shape[1:] == (1, width) and (first == first[:1]).all():
+            return first[:1]
+    raise InputError(
+        f"{path}: the class token was folded into the graph's constants; export the network with a dynamic batch"
+    )
 
 
 def _find_positions(encoder: _Encoder) -> _Positions:
@@ -145,22 +178,26 @@ def _declared_size(encoder: _Encoder) -> tuple[int, int] | None:
 def _config(
     encoder: _Encoder, positions: _Positions, declared_size: tuple[int, int] | None, num_attention_heads: int | None
 ) -> ViTScratchConfig:
-    kernel, layers = encoder.tensors[_PATCH_KERNEL], set()
+    kernel = encoder.tensors[_PATCH_KERNEL]
     layers = {name.split(".")[1] for name in encoder.tensors if name.startswith("layers.")}
-    return ViTScratchConfig(
-        image_size=_image_size(encoder, positions, declared_size),
-        patch_size=list(encoder.patch_size) if len(set(encoder.patch_size)) > 1 else encoder.patch_size[0],
-        num_channels=kernel.shape[1],
-        hidden_size=kernel.shape[0],
-        num_hidden_layers=len(layers),
-        num_attention_heads=num_attention_heads or _num_attention_heads(encoder),
-        intermediate_size=len(encoder.tensors.get("layers.0.mlp.fc1.bias", kernel)),
-        qkv_bias="layers.0.attention.q_proj.bias" in encoder.tensors,
-        hidden_act=_hidden_act(encoder),
-        layer_norm_eps=_layer_norm_eps(encoder),
-        layer_scale_init=1.0,  # transformers' default; the tensors are in the file
-        position_interpolation=_position_interpolation(encoder, positions),
-    )
+    fields: dict[str, Any] = {
+        "image_size": _image_size(encoder, positions, declared_size),
+        "patch_size": list(encoder.patch_size) if len(set(encoder.patch_size)) > 1 else encoder.patch_size[0],
+        "num_channels": kernel.shape[1],
+        "hidden_size": kernel.shape[0],
+        "num_hidden_layers": len(layers),
+        "num_attention_heads": num_attention_heads or _num_attention_heads(encoder),
+        "intermediate_size": len(encoder.tensors.get("layers.0.mlp.fc1.bias", kernel)),
+        "qkv_bias": "layers.0.attention.q_proj.bias" in encoder.tensors,
+        "hidden_act": _hidden_act(encoder),
+        "layer_norm_eps": _layer_norm_eps(encoder),
+        "layer_scale_init": 1.0,  # transformers' default; the tensors are in the file
+        "position_interpolation": _position_interpolation(encoder, positions),
+    }
+    try:
+        return ViTScratchConfig(**fields)
+    except (StrictDataclassError, InputError) as error:
+        raise InputError(f"{encoder.source}: its graph makes no network: {one_line(error)}") from error
 
 
 def _image_size(encoder: _Encoder, positions: _Positions, declared_size: tuple[int, int] | None) -> int | list[int]:
@@ -196,7 +233,11 @@ def _hidden_act(encoder: _Encoder) -> str:
         return "gelu_pytorch_tanh" if tanh else "gelu"
     if "Erf" in operators:
         return "gelu"
-    raise InputError(f"{encoder.source}: the layers' MLP is none with a GELU ({', '.join(sorted(operators))} found)")
+    if bias is None:
+        raise InputError(
+            f"{encoder.source}: the layers have no mlp.fc1, as a DINOv2 with a plain MLP has; SwiGLU has not"
+        )
+    raise InputError(f"{encoder.source}: the layers' MLP is none with a GELU ({some(sorted(operators))} found)")
 
 
 def _layer_norm_eps(encoder: _Encoder) -> float:
@@ -244,14 +285,25 @@ def _reference(encoder: _Encoder) -> Callable[[Tensor], dict[str, Tensor]]:
         ) from error
     bias = encoder.names_in_file.get("layernorm.bias", "")
     features = encoder.graph.output_of(bias.removesuffix(".bias"))
-    assert features is not None, "the file has every tensor of a Dinov2, and so its last LayerNorm"
-    session = onnxruntime.InferenceSession(encoder.graph.computing(features), providers=["CPUExecutionProvider"])
+    if features is None:
+        raise InputError(f"{encoder.source}: nothing computes with the last LayerNorm; export the whole network")
+    try:
+        session = onnxruntime.InferenceSession(encoder.graph.computing(features), providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime has an exception a status, most of them below RuntimeError
+        raise InputError(
+            f"{encoder.source}: onnxruntime cannot run it ({one_line(error)}); export it for an opset that it knows"
+        ) from error
     name = session.get_inputs()[0].name
     batch_size = encoder.graph.model.graph.input[0].type.tensor_type.shape.dim[0].dim_value or 1
 
     def reference(pixel_values: Tensor) -> dict[str, Tensor]:
         batches = [image.expand(batch_size, -1, -1, -1).numpy() for image in pixel_values]
-        rows = [session.run([features], {name: batch})[0][:1] for batch in batches]
+        try:
+            rows = [session.run([features], {name: batch})[0][:1] for batch in batches]
+        except Exception as error:
+            raise InputError(
+                f"{encoder.source}: onnxruntime cannot compute its features ({one_line(error)})"
+            ) from error
         return {"last_hidden_state": torch.from_numpy(np.concatenate(rows))}
 
     return reference

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from .convert_messages_vit_scratch import some
 from .errors_vit_scratch import InputError
 from .image_processing_vit_scratch import ViTScratchImageProcessor
 
@@ -27,6 +28,8 @@ __all__ = [
     "proof_dtype",
     "prove",
 ]
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # Parameters up to which both sides fit into memory in float64 beside the original.
 LARGEST_IN_DOUBLE = 700_000_000
@@ -44,7 +47,7 @@ class Conversion:
     source: str
     """As the user named it."""
     model: PreTrainedModel
-    """In evaluation mode, every tensor from the source, in the source's dtype."""
+    """In evaluation mode, every tensor from the source, each in the dtype that the converter gives it."""
     image_processor: ViTScratchImageProcessor
     reference: Callable[[Tensor], dict[str, Tensor]]
     """The original's outputs for pixel_values (B, C, H, W): some of logits, last_hidden_state, pooler_output."""
@@ -56,6 +59,8 @@ class Conversion:
     """(height, width) in pixels to compare at; None: the size the model is made for."""
     source_kind: str = ""
     """What the source is, in words."""
+    taken_from_user: str = ""
+    """The option whose value no tensor confirms, as "--name value": where sides differ, it is at fault."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +87,12 @@ def built(
     """Returns the model in evaluation mode with exactly these tensors, in their own dtype.
 
     Raises:
-        InputError: a tensor is missing, has no place or has another shape.
+        InputError: a tensor is missing, has no place, has another shape, or is not of finite floating-point numbers.
     """
     with no_init_weights():  # every tensor is overwritten
         model = model_class(config)
     _check_tensors(model, state_dict, source)
+    _check_numbers(state_dict, source)
     # Copies: a tensor shared with the original, or a view of a fused one, could neither be trained nor saved.
     tensors = {name: tensor.detach().contiguous().clone() for name, tensor in state_dict.items()}
     model.load_state_dict(tensors, strict=True, assign=True)
@@ -108,15 +114,22 @@ def _check_tensors(model: PreTrainedModel, state_dict: Mapping[str, Tensor], sou
         ],
     }
     if any(problems.values()):
-        listed = "; ".join(f"{kind}: {_shortened(names)}" for kind, names in problems.items() if names)
+        listed = "; ".join(f"{kind}: {some(names)}" for kind, names in problems.items() if names)
         raise InputError(
             f"{source} does not fill a {type(model).__name__} of the shape its config or tensors tell: {listed}; the "
             "file is incomplete or of an architecture that is not converted"
         )
 
 
-def _shortened(names: list[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+def _check_numbers(state_dict: Mapping[str, Tensor], source: str) -> None:
+    if odd := [f"{name} ({tensor.dtype})" for name, tensor in state_dict.items() if tensor.dtype not in FLOATS]:
+        raise InputError(
+            f"{source}: {some(odd)}: only float16, bfloat16, float32 and float64 are converted; save it in one of them"
+        )
+    if odd := [name for name, tensor in state_dict.items() if not tensor.isfinite().all()]:
+        raise InputError(
+            f"{source}: NaN or infinity in {some(odd)}; the training diverged or the file is damaged: take another"
+        )
 
 
 def proof_dtype(model: torch.nn.Module) -> torch.dtype:
@@ -159,8 +172,10 @@ def prove(conversion: Conversion, *, tolerance: float | None = None) -> list[Dif
     """
     dtype, config = conversion.reference_dtype, conversion.model.config
     tolerance = TOLERANCES[dtype] if tolerance is None else tolerance
-    model = copy.deepcopy(conversion.model)
-    torch.nn.Module.to(model, dtype=dtype)
+    model = conversion.model
+    if any(tensor.dtype != dtype for tensor in model.state_dict().values()):
+        model = copy.deepcopy(model)
+        torch.nn.Module.to(model, dtype=dtype)
     differences = []
     for image_size in conversion.image_sizes or [config.image_height_width]:
         pixel_values = fixed_images(config.num_channels, image_size, dtype=dtype)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .convert_messages_vit_scratch import one_line
 from .errors_vit_scratch import EnvironmentFault, InputError
 
 __all__ = [
@@ -21,7 +22,6 @@ __all__ = [
     "import_timm",
     "load_timm_network",
     "network_of_shapes",
-    "num_classes",
     "obstacles",
     "registered_network",
     "rename_release",
@@ -50,8 +50,8 @@ NO_MODEL_ARGS = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "chec
 
 HYBRID = (
     "a patch_embed.backbone: the standardised convolutions of timm's ResNet stems divide by sqrt(var + 1e-8) and the "
-    "GroupNorms have eps 1e-5, where the official code has std + 1e-5 and 1e-6; on random weights logits differ by "
-    "1e-4 to 0.4; convert the official .npz instead"
+    "GroupNorms have eps 1e-5, where the official code has std + 1e-5 and 1e-6, so outputs differ; convert the "
+    "official .npz instead"
 )
 
 
@@ -69,27 +69,31 @@ def import_timm(source: str) -> Any:
 
 
 def registered_network(
-    architecture: str, arguments: dict[str, Any], pretrained_cfg: dict[str, Any], source: str
+    architecture: str,
+    arguments: Mapping[str, Any],
+    pretrained_cfg: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    *,
+    source: str,
 ) -> Any:
-    """Returns the network that timm has under this name, without storage and for images of any size."""
+    """Returns timm's network of this name with the tensors' head, without storage and for images of any size."""
     timm = import_timm(source)
     if not timm.is_model(architecture.partition(".")[0]):
         raise InputError(
-            f"{source}: architecture={architecture!r} is none that timm {timm.__version__} has; upgrade it"
+            f"{source}: architecture={architecture!r:.100} is none that timm {timm.__version__} has; upgrade it"
         )
     known = timm.models.PretrainedCfg.__dataclass_fields__
     cfg = {name: value for name, value in pretrained_cfg.items() if name in known}
     if foreign := sorted(NO_MODEL_ARGS & arguments.keys()):
         raise InputError(f"{source}: model_args names {', '.join(foreign)}, no argument of a network; remove it")
+    ours = {"num_classes": _num_classes(state, source), "dynamic_img_size": True}
     try:
         with torch.device("meta"):
-            return timm.create_model(
-                architecture, pretrained_cfg=cfg or None, **{**arguments, "dynamic_img_size": True}
-            )
+            return timm.create_model(architecture, pretrained_cfg=cfg or None, **{**arguments, **ours})
     except Exception as error:  # arguments come out of a file: what timm raises depends on what is wrong with them
         raise InputError(
             f"{source}: timm {timm.__version__} does not build {architecture} as a VisionTransformer with "
-            f"{arguments}: {_line(error)}"
+            f"model_args={arguments!s:.200}: {one_line(error)}"
         ) from error
 
 
@@ -113,7 +117,7 @@ def network_of_shapes(
         with torch.device("meta"):
             return network(**arguments, dynamic_img_size=True)
     except AssertionError as error:  # tokens, pooling and heads that do not go together
-        raise InputError(f"{source}: no VisionTransformer of timm has these tensors: {_line(error)}") from error
+        raise InputError(f"{source}: no VisionTransformer of timm has these tensors: {one_line(error)}") from error
 
 
 def load_timm_network(network: Any, state: Mapping[str, Tensor], source: str) -> None:
@@ -121,7 +125,7 @@ def load_timm_network(network: Any, state: Mapping[str, Tensor], source: str) ->
     try:
         network.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
-        raise InputError(f"{source} does not hold the tensors of its network: {_line(error)}") from error
+        raise InputError(f"{source} does not hold the tensors of its network: {one_line(error)}") from error
     network.eval().requires_grad_(False)
 
 
@@ -140,7 +144,7 @@ def rename_release(state: Mapping[str, Tensor], notes: list[str]) -> dict[str, T
     return renamed
 
 
-def num_classes(state: Mapping[str, Tensor], source: str) -> int:
+def _num_classes(state: Mapping[str, Tensor], source: str) -> int:
     """Returns the width of the head, 0 without one."""
     return _shape(state, "head.weight", 2, source)[0] if "head.weight" in state else 0
 
@@ -171,7 +175,7 @@ def _inferred_arguments(
         "depth": len({name.split(".")[1] for name in state if re.match(r"blocks\.\d+\.", name)}),
         "num_heads": _num_heads(state, num_attention_heads, is_swiglu, source, notes),
         "mlp_ratio": (packed[0] + 0.5) / kernel[0],  # timm takes the integer part of the product
-        "num_classes": num_classes(state, source),
+        "num_classes": _num_classes(state, source),
         "qkv_bias": "blocks.0.attn.qkv.bias" in state,
         "qk_norm": "blocks.0.attn.q_norm.weight" in state,
         "init_values": 1e-5 if "blocks.0.ls1.gamma" in state else None,
@@ -251,6 +255,9 @@ def obstacles(network: Any) -> Iterator[str]:
     if hasattr(network.patch_embed, "backbone"):
         yield HYBRID
         return
+    if not len(network.blocks):
+        yield "depth=0, so no block"
+        return
     embed = network.patch_embed
     if type(embed) is not PatchEmbed or not isinstance(embed.norm, nn.Identity) or embed.dynamic_img_pad:
         yield f"embed_layer={type(embed).__name__}, a norm in it or dynamic_img_pad; a plain PatchEmbed fits"
@@ -312,8 +319,3 @@ def _obstacles_in_pooling(network: Any) -> Iterator[str]:
         yield f"pool_include_prefix=True with global_pool={pool!r}; a head that reads the patch tokens alone fits"
     if getattr(network, "dist_token", None) is not None and (network.num_reg_tokens or network.no_embed_class):
         yield "reg_tokens or no_embed_class beside a dist_token, with which timm's own forward fails"
-
-
-def _line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 400 else f"{text[:397]}..."

@@ -121,4 +121,7 @@ def fold_register_positions(network: Any, notes: list[str]) -> None:
     table[:, rows] = 0
     network.reg_token = nn.Parameter(network.reg_token + network.pos_embed[:, rows], requires_grad=False)
     network.pos_embed = nn.Parameter(table, requires_grad=False)
-    notes.append("positions of the register tokens were added to the tokens, in the dtype they are stored in")
+    notes.append(
+        "positions of the register tokens were added to the tokens, in the dtype they are stored in; the original is "
+        "compared with the same rounding"
+    )

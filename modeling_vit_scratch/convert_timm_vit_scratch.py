@@ -4,6 +4,7 @@ timm itself builds the network and is the reference. D hidden_size, N patches, R
 """
 
 import copy
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,14 +15,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .configuration_vit_scratch import ViTScratchConfig
+from .convert_messages_vit_scratch import one_line
+from .convert_npz_vit_scratch import IMAGENET_21K_CLASSES
 from .convert_proof_vit_scratch import Conversion, built, proof_dtype
+from .convert_timm_config_vit_scratch import (
+    FILTERS,
+    assumed_pixels,
+    check_timm_config,
+    image_processor_of,
+    read_timm_config,
+    whole_patches,
+)
 from .convert_timm_network_vit_scratch import (
     POOLINGS,
     activation_of,
     import_timm,
     load_timm_network,
     network_of_shapes,
-    num_classes,
     obstacles,
     registered_network,
     rename_release,
@@ -33,6 +43,8 @@ from .modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchMo
 
 __all__ = ["from_timm", "read_timm_config", "to_timm"]
 
+logger = logging.getLogger(__name__)
+
 # timm's names of what HIDDEN_ACTS lists by class.
 ACT_LAYERS = {
     "gelu": "gelu",
@@ -41,14 +53,7 @@ ACT_LAYERS = {
     "silu": "silu",
     "relu": "relu",
 }
-FILTERS = {"nearest": 0, "bilinear": 2, "bicubic": 3}  # Pillow's numbers
-RESIZE_MODES = {"center": "shorter", "squash": "squash", "border": "pad"}
-
 SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge", 1408: "giant", 1664: "gigantic"}
-
-# Of the eval transform of the DeiT, DINO and DINOv2 releases; and what timm's own networks mostly have.
-IMAGENET_PIXELS = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225), "crop_pct": 0.875}
-TIMM_PIXELS = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "crop_pct": 0.9}
 
 # Fields whose other values timm's VisionTransformer has nothing for. An eps is no argument that JSON can hold; two are
 # those of registered architectures.
@@ -88,53 +93,51 @@ def from_timm(
         InputError: the network has a part that has no place here, or the tensors are not its.
         EnvironmentFault: timm is not installed.
     """
+    check_timm_config(architecture, pretrained_cfg, model_args, source)
     notes: list[str] = []
+    arguments = dict(model_args or {})
     if architecture is None:
-        state, pixels = rename_release(state_dict, notes), pretrained_cfg or _assumed_pixels(state_dict, notes)
+        state, pixels = rename_release(state_dict, notes), pretrained_cfg or assumed_pixels(state_dict, notes)
         network = network_of_shapes(
             state, source=source, num_attention_heads=num_attention_heads, image_size=image_size, notes=notes
         )
     else:
         state, pixels = dict(state_dict), pretrained_cfg or {}
-        arguments = {**(model_args or {}), "num_classes": num_classes(state, source)}
-        network = registered_network(architecture, arguments, pixels, source)
+        network = registered_network(architecture, arguments, pixels, state, source=source)
+    _load(network, state, architecture, source, notes)
+    takes_any_size = architecture is None or bool(arguments.get("dynamic_img_size"))
+    return _converted(network, _sized(pixels, network, takes_any_size), source, notes)
+
+
+def _load(network: Any, state: Mapping[str, Tensor], architecture: str | None, source: str, notes: list[str]) -> None:
     if found := list(obstacles(network)):
         raise InputError(f"{source}: timm's {architecture or type(network).__name__} has {'; '.join(found)}")
     load_timm_network(network, state, source)
     fold_register_positions(network, notes)
-    if architecture is not None and not (model_args or {}).get("dynamic_img_size"):  # else timm takes one size only
-        pixels = {**pixels, "input_size": (network.patch_embed.proj.in_channels, *network.patch_embed.img_size)}
-    return _converted(network, pixels, source, notes)
+
+
+def _sized(pixels: Mapping[str, Any], network: Any, takes_any_size: bool) -> dict[str, Any]:
+    own = {"input_size": (network.patch_embed.proj.in_channels, *network.patch_embed.img_size)}
+    given = {name: value for name, value in pixels.items() if value is not None}
+    return own | given if takes_any_size else given | own
 
 
 def _converted(network: Any, pixels: Mapping[str, Any], source: str, notes: list[str]) -> Conversion:
     has_head = network.num_classes > 0
     try:
         config = ViTScratchConfig(**_fields(network, notes), **_label_fields(network, pixels, notes))
-    except StrictDataclassError as error:
-        raise InputError(f"{source}: {error.__cause__}") from error
+    except (StrictDataclassError, InputError) as error:
+        raise InputError(f"{source}: {one_line(error)}") from error
     model_class = ViTScratchForImageClassification if has_head else ViTScratchModel
     model = built(model_class, config, tensors_of_vit_scratch(network.state_dict(), config, has_head), source)
     return Conversion(
         source=source,
         model=model,
-        image_processor=_image_processor(config, pixels, notes),
+        image_processor=image_processor_of(config, pixels, source, notes),
         reference=_reference(network),
         reference_dtype=proof_dtype(model),
         notes=notes,
     )
-
-
-def read_timm_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns architecture, pretrained_cfg and model_args of a timm repo's config.json, as `from_timm` takes them."""
-    pretrained_cfg = dict(config.get("pretrained_cfg", config))  # older repos have one dictionary for all
-    if (labels := config.get("label_names", config.get("labels"))) is not None:
-        pretrained_cfg["label_names"] = labels
-    return {
-        "architecture": config.get("architecture", pretrained_cfg.get("architecture")),
-        "pretrained_cfg": pretrained_cfg,
-        "model_args": config.get("model_args") or {},
-    }
 
 
 def to_timm(
@@ -157,6 +160,7 @@ def to_timm(
         )
     _check_fitting(config, has_head)
     _check_fitting_pixels(config, image_processor)
+    _warn_of_positions(config)
     exported = {
         "architecture": _nearest_architecture(config),
         "num_classes": config.num_labels if has_head else 0,
@@ -195,7 +199,7 @@ def _fields(network: Any, notes: list[str]) -> dict[str, Any]:
     if not network.global_pool:
         notes.append("global_pool='' pools nothing: pooler_output is the class token here, or the mean without one")
     return {
-        "image_size": _side_or_sides(embed.img_size),
+        "image_size": _side_or_sides(whole_patches(embed.img_size, embed.patch_size)),
         "patch_size": _side_or_sides(embed.patch_size),
         "num_channels": embed.proj.in_channels,
         "hidden_size": embed.proj.out_channels,
@@ -238,56 +242,30 @@ def _hidden_dropout_prob(network: Any, notes: list[str]) -> float:
     return rates.pop()
 
 
+def _problem_type(num_classes: int) -> str:
+    """Returns the objective, which timm's config does not hold: a softmax over one class is always 1."""
+    is_multi_label = num_classes in (1, IMAGENET_21K_CLASSES)
+    return "multi_label_classification" if is_multi_label else "single_label_classification"
+
+
 def _label_fields(network: Any, pixels: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     if not network.num_classes:
         return {}
-    fields: dict[str, Any] = {"num_labels": network.num_classes}
-    if network.num_classes == 1:
-        fields["problem_type"] = "multi_label_classification"  # a softmax over one class is always 1
+    fields: dict[str, Any] = {
+        "num_labels": network.num_classes,
+        "problem_type": _problem_type(network.num_classes),
+    }
+    if network.num_classes == IMAGENET_21K_CLASSES:
+        notes.append(
+            f"{network.num_classes} classes are ImageNet-21k, which AugReg trained with one sigmoid a class: "
+            "problem_type is multi_label_classification"
+        )
     names = [str(name) for name in pixels.get("label_names") or ()]
     if len(names) == len(set(names)) == network.num_classes:
         fields["id2label"] = dict(enumerate(names))
     elif names:
         notes.append(f"label_names are left out: {len(set(names))} different ones for {network.num_classes} classes")
     return fields
-
-
-def _assumed_pixels(state: Mapping[str, Tensor], notes: list[str]) -> dict[str, Any]:
-    is_release = bool({"mask_token", "register_tokens", "dist_token"} & state.keys())
-    whose = (
-        "of the DeiT and DINOv2 releases" if is_release else "of timm's ViT (mean and std 0.5; DeiT and DINO differ)"
-    )
-    notes.append(f"a state dict holds no preprocessing: that {whose} is assumed")
-    return IMAGENET_PIXELS if is_release else TIMM_PIXELS
-
-
-def _image_processor(
-    config: PreTrainedConfig, pixels: Mapping[str, Any], notes: list[str]
-) -> ViTScratchImageProcessor:
-    from timm.data import resolve_data_config
-
-    default = {"input_size": (config.num_channels, *config.image_height_width)}
-    data = resolve_data_config(pretrained_cfg={**default, **pixels})
-    height, width = data["input_size"][1:]
-    fields: dict[str, Any] = {
-        "size": {"height": height, "width": width},
-        "resize_mode": RESIZE_MODES.get(data["crop_mode"], "shorter"),  # timm takes any other word for center
-        "resample": FILTERS.get(data["interpolation"], FILTERS["bicubic"]),
-        "image_mean": list(data["mean"]),
-        "image_std": list(data["std"]),
-    }
-    if len(data["mean"]) != config.num_channels:  # timm leaves RGB's where in_chans was changed
-        fields |= {f"image_{name}": sum(data[name]) / len(data[name]) for name in ("mean", "std")}
-        notes.append(f"mean and std of {len(data['mean'])} channels are averaged for in_chans={config.num_channels}")
-    if data["interpolation"] not in FILTERS:
-        notes.append(f"interpolation={data['interpolation']!r} is no filter here: bicubic takes its place")
-    if fields["resize_mode"] == "shorter":
-        fields["crop_pct"] = data["crop_pct"]
-    elif data["crop_pct"] != 1:
-        notes.append(f"crop_pct={data['crop_pct']} is left out: crop_mode={data['crop_mode']!r} does not crop here")
-    if fields["resize_mode"] == "pad":
-        fields["alpha_background"] = [round(255 * mean) for mean in data["mean"]]
-    return ViTScratchImageProcessor.from_config(config, **fields)
 
 
 # To timm
@@ -300,8 +278,12 @@ def _check_fitting(config: PreTrainedConfig, has_head: bool) -> None:
         ):
             listed = ", ".join(map(repr, values))
             raise InputError(f"{name}={value!r} does not fit timm's VisionTransformer, which has {listed}")
-    if has_head and config.problem_type != "single_label_classification" and len(config.id2label or {}) > 1:
-        raise InputError(f"problem_type={config.problem_type!r} does not fit timm, whose config holds no objective")
+    num_labels = len(config.id2label or {})
+    if has_head and config.problem_type != (inferred := _problem_type(num_labels)):
+        raise InputError(
+            f"problem_type={config.problem_type!r} does not fit timm, whose config holds no objective: "
+            f"{num_labels} classes come back as {inferred!r}"
+        )
     if config.mlp_type == "swiglu" and config.pooling == "attention":
         raise InputError("mlp_type='swiglu' does not fit timm's global_pool='map', whose own MLP is not gated")
     if config.mlp_type == "swiglu" and config.layer_norm_eps != 1e-6:
@@ -333,6 +315,16 @@ def _check_fitting_pixels(config: PreTrainedConfig, image_processor: ViTScratchI
     if image_processor.resize_mode not in ("squash", "shorter"):
         raise InputError(
             f"resize_mode={image_processor.resize_mode!r} does not fit timm, which has squash and shorter"
+        )
+
+
+def _warn_of_positions(config: PreTrainedConfig) -> None:
+    theirs = "bicubic_antialias"
+    if config.position_embedding_type == "learned_1d" and config.position_interpolation != theirs:
+        logger.warning(
+            "position_interpolation=%r is left out: at other sizes timm resamples positions by %r",
+            config.position_interpolation,
+            theirs,
         )
 
 

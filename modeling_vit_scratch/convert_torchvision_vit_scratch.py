@@ -58,7 +58,7 @@ def from_torchvision(
     config = ViTScratchConfig(**_fields(arguments, state))
     model_class = ViTScratchForImageClassification if has_head else ViTScratchModel
     model = built(model_class, config, _tensors(state, config, has_head), source)
-    notes: list[str] = []
+    notes = _notes(config, num_attention_heads)
     return Conversion(
         source=source,
         model=model,
@@ -67,6 +67,18 @@ def from_torchvision(
         reference_dtype=proof_dtype(model),
         notes=notes,
     )
+
+
+def _notes(config: PreTrainedConfig, num_attention_heads: int | None) -> list[str]:
+    width, heads = config.hidden_size, config.num_attention_heads
+    notes = [
+        "a state dict does not tell the eps of LayerNorms: torchvision's own is assumed, 1e-6",
+        "at other image sizes positions are resampled with half a patch between the corners and the border "
+        "(align_corners=False); torchvision's interpolate_embeddings puts the corners on each other",
+    ]
+    if num_attention_heads is None:
+        notes.append(f"{heads} heads, as torchvision's networks of width {width}; else give num_attention_heads=...")
+    return notes
 
 
 def _new_mlp_name(match: re.Match[str]) -> str:

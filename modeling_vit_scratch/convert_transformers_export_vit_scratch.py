@@ -12,7 +12,7 @@ from .convert_transformers_processors_vit_scratch import to_vit_processor
 from .errors_vit_scratch import InputError
 from .image_processing_vit_scratch import ViTScratchImageProcessor
 
-__all__ = ["to_transformers_vit", "vit_of"]
+__all__ = ["to_transformers_vit"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +57,10 @@ def to_transformers_vit(
     Raises:
         InputError: names the field, and its value, that transformers' ViT or its processor does not have.
     """
-    return vit_of(model), to_vit_processor(image_processor)
+    return _vit_of(model), to_vit_processor(image_processor)
 
 
-def vit_of(model: PreTrainedModel) -> PreTrainedModel:
+def _vit_of(model: PreTrainedModel) -> PreTrainedModel:
     """Returns the model as `ViTModel` or `ViTForImageClassification`: the same tensors in their dtypes."""
     name, config = type(model).__name__, model.config
     _check(name, config)

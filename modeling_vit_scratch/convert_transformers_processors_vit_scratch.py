@@ -1,13 +1,16 @@
 """Image processors of transformers as ours, and ours as transformers' `ViTImageProcessor`."""
 
-import json
 import logging
 import math
+import re
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import AutoImageProcessor, PreTrainedConfig, ViTImageProcessor
 
+from .convert_config_vit_scratch import check_processor_fields, stored_fields
+from .convert_messages_vit_scratch import one_line
 from .errors_vit_scratch import InputError
 from .image_processing_vit_scratch import ViTScratchImageProcessor
 
@@ -67,21 +70,34 @@ def from_transformers_processor(
     try:
         processor = ViTScratchImageProcessor.from_config(config, **fields)
     except InputError as error:
-        raise InputError(f"{files[0] if files else folder}: {error}") from error
-    _check_patches(processor, config, folder)
+        raise InputError(f"{files[0] if files else folder}: {one_line(error)}") from error
+    _fill_patches(processor, config, files[0] if files else folder, notes)
     return processor, notes
 
 
 def _stored_processor(file: Path) -> Any:
+    """Returns transformers' processor by the name in the file, old or new; without a name, the model's."""
+    check_processor_fields(file.parent, str(file.parent))
+    stored = stored_fields(file, str(file.parent))
+    stored = stored.get("image_processor", stored)
     try:
-        json.loads(file.read_text(encoding="utf-8"))
-        processor = AutoImageProcessor.from_pretrained(file.parent, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"{file} cannot be read as an image processor: {_first_line(error)}") from error
-    name = type(processor).__name__.removesuffix("Pil").removesuffix("Fast")
-    if name not in PROCESSOR_TYPES:
+        name = stored.get("image_processor_type") or stored.get("feature_extractor_type")
+        if name is None:
+            processor = AutoImageProcessor.from_pretrained(file.parent, local_files_only=True, trust_remote_code=False)
+            _known_type(type(processor).__name__, file)
+            return processor
+        return getattr(transformers, _known_type(name, file)).from_dict(stored)
+    except InputError:
+        raise
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+        raise InputError(f"{file} cannot be read as an image processor: {one_line(error)}") from error
+
+
+def _known_type(name: str, file: Path) -> str:
+    known = re.sub("FeatureExtractor$", "ImageProcessor", re.sub("(Pil|Fast)$", "", str(name)))
+    if known not in PROCESSOR_TYPES:
         raise InputError(f"{file}: image_processor_type={name!r} is not converted; of {', '.join(PROCESSOR_TYPES)}")
-    return processor
+    return known
 
 
 def _fields_of(processor: Any, file: Path) -> tuple[dict[str, Any], list[str]]:
@@ -91,9 +107,10 @@ def _fields_of(processor: Any, file: Path) -> tuple[dict[str, Any], list[str]]:
     notes: list[str] = []
     fields = _fields_of_size(processor, file, notes)
     if processor.do_resize:
-        if processor.resample is not None and int(processor.resample) not in FILTERS:
-            raise InputError(f"{file}: resample={int(processor.resample)} must be one of {FILTERS} (Pillow's numbers)")
-        fields["resample"] = 2 if processor.resample is None else int(processor.resample)
+        resample = 2 if processor.resample is None else processor.resample
+        if not isinstance(resample, int) or resample not in FILTERS:
+            raise InputError(f"{file}: resample={resample!r} must be one of {FILTERS} (Pillow's numbers)")
+        fields["resample"] = int(resample)
         if type(processor).__name__ == "DINOv3ViTImageProcessor":
             notes.append(
                 "images are resized in 8 bit: transformers' DINOv3 processor resizes in floats, up to a grey level "
@@ -161,16 +178,24 @@ def _divided(value: Any, divisor: float) -> Any:
     return value / divisor if isinstance(value, int | float) else [part / divisor for part in value]
 
 
-def _check_patches(processor: ViTScratchImageProcessor, config: PreTrainedConfig, folder: Path) -> None:
-    size = _pair(processor.size)
-    if processor.resize_mode != "none" and any(
-        pixels % patch for pixels, patch in zip(size, config.patch_height_width, strict=True)
-    ):
-        raise InputError(
-            f"{folder}: the image processor makes {size[0]}x{size[1]} pixels, which patches of "
-            f"{config.patch_size} do not fill; transformers drops the rest, which the model here refuses: change the "
-            "size there"
-        )
+def _fill_patches(
+    processor: ViTScratchImageProcessor, config: PreTrainedConfig, source: Path, notes: list[str]
+) -> None:
+    """Makes the images as large as their whole patches are: transformers drops the rest, the model here refuses it."""
+    height, width = _pair(processor.size)
+    filled = {
+        name: pixels - pixels % patch
+        for (name, pixels), patch in zip(processor.size.items(), config.patch_height_width, strict=True)
+    }
+    if processor.resize_mode == "none" or _pair(filled) == (height, width):
+        return
+    if 0 in filled.values():
+        raise InputError(f"{source}: size={height}x{width} holds no patch of {config.patch_size} pixels")
+    processor.size = filled
+    notes.append(
+        f"images are resized to {filled['height']}x{filled['width']} here; the source resizes to {height}x{width} and "
+        "drops what fills no patch"
+    )
 
 
 def to_vit_processor(processor: ViTScratchImageProcessor) -> ViTImageProcessor:
@@ -211,7 +236,3 @@ def to_vit_processor(processor: ViTScratchImageProcessor) -> ViTImageProcessor:
 
 def _pair(size: dict[str, int]) -> tuple[int, int]:
     return size["height"], size["width"]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

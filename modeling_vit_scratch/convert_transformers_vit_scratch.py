@@ -4,7 +4,8 @@ transformers itself loads the source, under its old and its new tensor names, an
 B images, C channels, H x W pixels, N patches.
 """
 
-import json
+import copy
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,9 +21,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from .configuration_vit_scratch import ViTScratchConfig
+from .convert_config_vit_scratch import check_shape_fields, stored_fields
 from .convert_files_vit_scratch import read_tensors
+from .convert_messages_vit_scratch import one_line, some
 from .convert_proof_vit_scratch import Conversion, built, proof_dtype
-from .convert_transformers_export_vit_scratch import to_transformers_vit, vit_of
+from .convert_transformers_export_vit_scratch import to_transformers_vit
 from .convert_transformers_names_vit_scratch import (
     backbone_fields,
     decoder_fields,
@@ -102,6 +105,9 @@ ARCHITECTURES: dict[str, dict[str, Architecture]] = {
 _MAY_LACK = r"^pooler\.|^vision_model\.head\.|embeddings\.mask_token$"
 _MAY_BE_SURPLUS = r"embeddings\.mask_token$|\.position_ids$|pooler\.dense\.(weight|bias)$"
 
+# What transformers' classes raise where a config holds what they do not check.
+_STUMBLES = (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError)
+
 _INTERPOLATING_ON_REQUEST = ("vit", "deit", "vit_mae", "siglip", "siglip_vision_model")
 
 
@@ -146,9 +152,7 @@ def from_transformers(folder: str | Path, *, keep_distillation: bool = True) -> 
     config = _config(draft)
     model = built(model_class, config, draft.tensors, draft.source)
     processor, notes = from_transformers_processor(folder, encoder.config.model_type, config)
-    if encoder.config.model_type == "deit" and not keep_distillation:
-        theirs = vit_of(model)  # without the token a DeiT is a ViT
-    reference = _Reference(theirs, model)
+    reference = _Reference(theirs, encoder, model)
     return Conversion(
         source=draft.source,
         model=model,
@@ -163,24 +167,24 @@ def _architecture_of(folder: Path) -> tuple[str, Architecture]:
     """Returns the class named by config.json, and how it is read."""
     file = folder / "config.json"
     try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
+        stored = stored_fields(file, str(folder))
     except FileNotFoundError:
         raise InputError(f"{folder} holds no config.json; name the folder of a transformers checkpoint") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file} cannot be read: {_line(error)}") from error
-    if not isinstance(stored, dict):
-        raise InputError(f"{file} must hold an object; got a {type(stored).__name__}")
-    known = ARCHITECTURES.get(stored.get("model_type", ""))
+    model_type = stored.get("model_type")
+    known = ARCHITECTURES.get(model_type or "")
     if known is None:
         raise InputError(
-            f"{file}: model_type={stored.get('model_type')!r} is not converted; it must be one of "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{file}: model_type={model_type!r} is not converted; it must be one of {', '.join(ARCHITECTURES)}"
         )
     names = stored.get("architectures") or []
     if len(names) != 1 or names[0] not in known:
         raise InputError(f"{file}: architectures={names} must name one of {', '.join(known)}")
-    if stored.get("quantization_config"):
+    if stored.get("quantization_config") is not None:
         raise InputError(f"{file}: quantization_config: a quantised checkpoint is not converted; dequantise it first")
+    check_shape_fields(stored, str(model_type), str(folder))
+    vision_type = (stored.get("vision_config") or {}).get("model_type", "siglip_vision_model")
+    if vision_type != "siglip_vision_model":
+        raise InputError(f"{file}: vision_config: model_type={vision_type!r} must be 'siglip_vision_model'")
     return names[0], known[names[0]]
 
 
@@ -205,8 +209,8 @@ def _loaded(folder: Path, architecture: Architecture) -> Any:
                 ignore_mismatched_sizes=True,  # and reported below
                 output_loading_info=True,
             )
-    except (StrictDataclassError, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise InputError(f"{folder}: transformers cannot load it: {_line(error)}") from error
+    except (StrictDataclassError, *_STUMBLES) as error:
+        raise InputError(f"{folder / 'config.json'}: transformers cannot load it: {one_line(error)}") from error
     _check_tensors(folder, info)
     if any(name.startswith("pooler.") for name in info["missing_keys"]):
         theirs.pooler = None
@@ -219,13 +223,9 @@ def _check_tensors(folder: Path, info: Mapping[str, Any]) -> None:
         "without a place": [name for name in info["unexpected_keys"] if not re.search(_MAY_BE_SURPLUS, name)],
         "of another shape": [name for name, *_ in info["mismatched_keys"]],
     }
-    listed = []
-    for kind, names in problems.items():
-        if names:
-            more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-            listed.append(f"{kind}: {', '.join(sorted(names)[:6])}{more}")
+    listed = "; ".join(f"{kind}: {some(sorted(names))}" for kind, names in problems.items() if names)
     if listed:
-        raise InputError(f"{folder}: the tensors are not those of its config.json: {'; '.join(listed)}")
+        raise InputError(f"{folder}: the tensors are not those of its config.json: {listed}")
 
 
 @contextmanager
@@ -248,8 +248,9 @@ def _settle_distillation(draft: _Draft, name: str, encoder: PreTrainedModel, kee
         draft.tensors = without_distillation(draft.tensors, as_register=False)
         draft.notes.append(
             "the distillation token, its position and its head are dropped as asked: outputs differ from the "
-            "source's, and the reference is transformers' ViT with what is left"
+            "source's, and the reference is the source with the token taken out before its first layer"
         )
+        encoder.get_submodule("embeddings").register_forward_hook(_take_out_distillation_token)
     elif name == "DeiTForImageClassificationWithTeacher":
         draft.fields["use_distillation_token"] = True
     else:
@@ -257,9 +258,13 @@ def _settle_distillation(draft: _Draft, name: str, encoder: PreTrainedModel, kee
         draft.fields["num_register_tokens"] = 1
         draft.notes.append(
             "the distillation token, which no head of this checkpoint reads, is a register here: its position is "
-            "added to it, in the dtype of the checkpoint"
+            "added to it, in the dtype of the checkpoint; the original is compared with the same rounding"
         )
         _add_position_to_distillation_token(encoder)
+
+
+def _take_out_distillation_token(_module: Any, _inputs: Any, tokens: Tensor) -> Tensor:
+    return torch.cat((tokens[:, :1], tokens[:, 2:]), dim=1)
 
 
 @torch.no_grad()
@@ -306,44 +311,60 @@ def _config(draft: _Draft) -> ViTScratchConfig:
     try:
         return ViTScratchConfig(**draft.fields)
     except (StrictDataclassError, ValueError) as error:
-        raise InputError(f"{draft.source}: {_line(error.__cause__ or error)}") from error
+        raise InputError(f"{draft.source}: config.json: {one_line(error)}") from error
 
 
 class _Reference:
-    """The original's outputs for pixel values (B, C, H, W) of `dtype`."""
+    """The original's outputs for pixel values (B, C, H, W) of `dtype`: of its encoder, and the logits of its head."""
 
-    def __init__(self, theirs: Any, model: PreTrainedModel):
-        self.theirs, self.model, self.dtype = theirs, model, proof_dtype(model)
-        if type(theirs).__name__ == "ViTMAEModel":
-            theirs.config.mask_ratio = 0.0
-        self.own_size = height_width(getattr(theirs.config, "vision_config", theirs.config).image_size)
+    def __init__(self, theirs: Any, encoder: Any, model: PreTrainedModel):
+        self.theirs, self.encoder, self.dtype = theirs, encoder, proof_dtype(model)
+        self.own_size = height_width(encoder.config.image_size)
+        self.config: Any = copy.deepcopy(model.config)  # of now: the model may be resized
 
     @torch.no_grad()
     def __call__(self, pixel_values: Tensor) -> dict[str, Tensor]:
-        theirs, kwargs = self.theirs.to(self.dtype), dict[str, Any]()
-        model_type = theirs.config.model_type
-        if model_type in _INTERPOLATING_ON_REQUEST and tuple(pixel_values.shape[2:]) != self.own_size:
-            rows, columns = self.model.config.grid_size
-            if rows != columns or len(set(self.model.config.patch_height_width)) > 1:
-                raise InputError(
-                    f"transformers' {model_type} cannot resample the positions of a grid ({rows}x{columns}) or of "
-                    f"patches that are not square; compare at {self.own_size[0]}x{self.own_size[1]} pixels"
-                )
-            kwargs["interpolate_pos_encoding"] = True
-        if model_type == "vit_mae":
-            kwargs["noise"] = self._noise(pixel_values)
-        outputs = theirs(pixel_values, **kwargs)
-        names = ("logits", "last_hidden_state", "pooler_output")
-        return {name: outputs[name] for name in names if outputs.get(name) is not None}
+        self.theirs.to(self.dtype)
+        if self.encoder.config.model_type == "vit_mae":
+            return self._of_mae(pixel_values)
+        filled_size = self.config.image_height_width
+        if tuple(pixel_values.shape[2:]) == filled_size:  # the original drops what fills no patch
+            rows, columns = (own - filled for own, filled in zip(self.own_size, filled_size, strict=True))
+            pixel_values = torch.nn.functional.pad(pixel_values, (0, columns, 0, rows))
+        kwargs = self._interpolation(pixel_values)
+        outputs = self.encoder(pixel_values, **kwargs)
+        if self.theirs is self.encoder:
+            names = ("last_hidden_state", "pooler_output")
+            return {name: outputs[name] for name in names if outputs.get(name) is not None}
+        head = self.theirs(pixel_values, **kwargs)
+        has_lost_a_head = "cls_logits" in head and not self.config.use_distillation_token
+        logits = head.cls_logits if has_lost_a_head else head.logits
+        return {"last_hidden_state": outputs.last_hidden_state, "logits": logits}
 
-    def _noise(self, pixel_values: Tensor) -> Tensor:
-        """That by which ours hides patches; for the encoder alone, which hides none, their order."""
-        patch_height, patch_width = self.model.config.patch_height_width
-        num_patches = (pixel_values.shape[2] // patch_height) * (pixel_values.shape[3] // patch_width)
-        if type(self.theirs).__name__ == "ViTMAEForPreTraining":
-            return evaluation_noise(len(pixel_values), num_patches)
-        return torch.arange(num_patches).expand(len(pixel_values), -1)
+    def _interpolation(self, pixel_values: Tensor) -> dict[str, Any]:
+        """Returns what asks the original to resample its positions, where it must be asked."""
+        model_type = self.encoder.config.model_type
+        if model_type not in _INTERPOLATING_ON_REQUEST or tuple(pixel_values.shape[2:]) == self.own_size:
+            return {}
+        rows, columns = self.config.grid_size
+        if rows != columns or len(set(self.config.patch_height_width)) > 1:
+            raise InputError(
+                f"transformers' {model_type} cannot resample the positions of a grid ({rows}x{columns}) or of "
+                f"patches that are not square; compare at {self.own_size[0]}x{self.own_size[1]} pixels"
+            )
+        return {"interpolate_pos_encoding": True}
 
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    def _of_mae(self, pixel_values: Tensor) -> dict[str, Tensor]:
+        """The encoder hides nothing and keeps the order; the whole hides the patches that ours hides."""
+        kwargs = self._interpolation(pixel_values)
+        num_patches = math.prod(
+            n // p for n, p in zip(pixel_values.shape[2:], self.config.patch_height_width, strict=True)
+        )
+        order = torch.arange(num_patches).expand(len(pixel_values), -1)
+        mask_ratio, self.encoder.config.mask_ratio = self.encoder.config.mask_ratio, 0.0
+        outputs = {"last_hidden_state": self.encoder(pixel_values, noise=order, **kwargs).last_hidden_state}
+        self.encoder.config.mask_ratio = mask_ratio
+        if self.theirs is not self.encoder:
+            noise = evaluation_noise(len(pixel_values), num_patches)
+            outputs["logits"] = self.theirs(pixel_values, noise=noise, **kwargs).logits
+        return outputs

@@ -1,7 +1,9 @@
 """Any checkpoint that the converters know, found out and read; and ours as those of others, read back by them."""
 
 import json
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .configuration_vit_scratch import ViTScratchConfig
+from .convert_config_vit_scratch import check_processor_fields, check_shape_fields, stored_fields
 from .convert_files_vit_scratch import checkpoint_kind, read_tensors
+from .convert_messages_vit_scratch import some
 from .convert_proof_vit_scratch import Conversion, proof_dtype
-from .errors_vit_scratch import EnvironmentFault, InputError
+from .errors_vit_scratch import InputError
 from .image_processing_vit_scratch import ViTScratchImageProcessor
 from .modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchModel
 
@@ -53,6 +57,7 @@ _HUB_FILES = (
     "model.safetensors.index.json",
 )
 
+_NAMES_IN_FOLDER = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 _WEIGHT_FILES = ("model*.safetensors", "pytorch_model.bin")
 
 # What tells whose names the tensors of a bare file have: timm's, torchvision's, and those of transformers and ours.
@@ -81,27 +86,40 @@ def locate(source: str, revision: str | None = None) -> Path:
         InputError: neither there nor the id of a repo. What huggingface_hub raises passes through.
     """
     path = Path(source)
-    if path.is_dir():
-        return path
     if path.exists():
+        if revision is not None:
+            raise InputError(f"--revision {revision} is of a Hub repo, and {source} lies on this disk; leave it out")
         # The weights of a folder whose config.json says more than the tensors.
-        has_config = (
-            path.name in ("model.safetensors", "pytorch_model.bin") and (path.parent / "config.json").is_file()
-        )
+        has_config = path.name in _NAMES_IN_FOLDER and (path.parent / "config.json").is_file()
         return path.parent if has_config else path
     try:
         validate_repo_id(source)
     except HFValidationError:
-        raise InputError(f"{source}: no such file or folder, and no id of a Hub repo; {UNDERSTOOD}") from None
+        raise InputError(
+            f"{source}: no such file or folder, and no id of a Hub repo; what is understood: {UNDERSTOOD}"
+        ) from None
     if "/" not in source or source.startswith(("/", ".")) or path.suffix in (".npz", ".onnx", ".safetensors", ".pth"):
         raise InputError(f"{source}: no such file or folder; what is understood: {UNDERSTOOD}")
     _kind_of_folder(Path(hf_hub_download(source, "config.json", revision=revision)).parent, source)
-    return Path(snapshot_download(source, revision=revision, allow_patterns=list(_HUB_FILES)))
+    folder = Path(snapshot_download(source, revision=revision, allow_patterns=list(_HUB_FILES)))
+    if not weight_files(folder):
+        raise InputError(
+            f"{source}: the repo holds no model.safetensors, and nothing pickled is fetched of a Hub repo; name one "
+            "that has it, or a file that you trust"
+        )
+    return folder
 
 
 def is_vit_scratch(path: Path) -> bool:
     """Whether the folder holds one of our own models."""
-    return path.is_dir() and _stored_config(path, str(path)).get("model_type") == ViTScratchConfig.model_type
+    if not path.is_dir():
+        return False
+    config = _stored_config(path, str(path))
+    if config.get("model_type") != ViTScratchConfig.model_type:
+        return False
+    check_shape_fields(config, "vit_scratch", str(path))
+    check_processor_fields(path, str(path))
+    return True
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -146,6 +164,7 @@ def _convert_folder(path: Path, source: str, options: ConversionOptions) -> Conv
         return conversion
     from .convert_transformers_vit_scratch import from_transformers
 
+    check_processor_fields(path, source)
     is_deit = kind == "deit"
     _refuse_others(options, ("drop_distillation",) if is_deit else (), f"transformers' {kind}")
     conversion = from_transformers(path, **({"keep_distillation": not options.drop_distillation} if is_deit else {}))
@@ -160,26 +179,20 @@ def _kind_of_folder(path: Path, source: str) -> str:
     config = _stored_config(path, source)
     model_type = config.get("model_type")
     if model_type == ViTScratchConfig.model_type or model_type in ARCHITECTURES:
-        return str(model_type)
-    if "architecture" in config or "architecture" in (config.get("pretrained_cfg") or {}):
-        return "timm"
-    raise InputError(f"{source} holds a model of type {model_type!r}; what is understood: {UNDERSTOOD}")
+        kind = str(model_type)
+    elif "architecture" in config or "pretrained_cfg" in config:
+        kind = "timm"
+    else:
+        raise InputError(f"{source} holds a model of type {model_type!r}; what is understood: {UNDERSTOOD}")
+    check_shape_fields(config, kind, source)
+    return kind
 
 
 def _stored_config(folder: Path, source: str) -> dict[str, Any]:
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return stored_fields(folder / "config.json", source)
     except FileNotFoundError:
         raise InputError(f"{source}: there is no config.json, so no model; what is understood: {UNDERSTOOD}") from None
-    except OSError as error:
-        raise EnvironmentFault(
-            f"{source}: config.json cannot be read ({error.strerror}); mend its permissions"
-        ) from error
-    except ValueError as error:
-        raise InputError(f"{source}: its config.json is no JSON ({error}); get it again") from error
-    if not isinstance(config, dict):
-        raise InputError(f"{source}: its config.json holds no fields; get it again")
-    return config
 
 
 def _convert_file(path: Path, source: str, options: ConversionOptions) -> Conversion:
@@ -228,7 +241,7 @@ def _convert_tensors(tensors: Mapping[str, Tensor], path: Path, source: str, opt
             f"{path.parent / 'config.json'} and name the folder"
         )
     raise InputError(
-        f"{source} holds no Vision Transformer that is known ({_some(tensors)}); what is understood: {UNDERSTOOD}"
+        f"{source} holds no Vision Transformer that is known ({some(tensors, 4)}); what is understood: {UNDERSTOOD}"
     )
 
 
@@ -277,20 +290,8 @@ def export(model: PreTrainedModel, image_processor: ViTScratchImageProcessor, to
     """
     assert to in FOREIGN_FORMATS, to
     folder.mkdir(parents=True, exist_ok=True)
-    if to == "vit":
-        from .convert_transformers_vit_scratch import from_transformers, to_transformers_vit
-
-        for part in to_transformers_vit(model, image_processor):
-            part.save_pretrained(folder)
-        written = from_transformers(folder)
-    elif to == "timm":
-        written = _export_to_timm(model, image_processor, folder)
-    else:
-        from .convert_npz_vit_scratch import from_npz, to_npz
-
-        arrays: dict[str, Any] = to_npz(model, image_processor)
-        np.savez(folder / "model.npz", **arrays)
-        written = from_npz(folder / "model.npz", image_size=model.config.image_size)
+    with _warnings_kept() as notes:
+        written = _written_and_read(model, image_processor, to, folder)
     _check_same(model.state_dict(), written.model.state_dict())
     return Conversion(
         source=str(folder),
@@ -298,8 +299,44 @@ def export(model: PreTrainedModel, image_processor: ViTScratchImageProcessor, to
         image_processor=image_processor,
         reference=written.reference,
         reference_dtype=written.reference_dtype,
+        notes=notes,
         source_kind=f"as {to}, and read back by {_PEERS[to]}",
     )
+
+
+@contextmanager
+def _warnings_kept() -> Iterator[list[str]]:
+    """Yields a list into which every warning of a converter goes too: what an export has no place for."""
+
+    class Keeper(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            kept.append(record.getMessage())
+
+    kept: list[str] = []
+    keeper, package = Keeper(logging.WARNING), logging.getLogger(__name__.rpartition(".")[0])
+    package.addHandler(keeper)
+    try:
+        yield kept
+    finally:
+        package.removeHandler(keeper)
+
+
+def _written_and_read(
+    model: PreTrainedModel, image_processor: ViTScratchImageProcessor, to: str, folder: Path
+) -> Conversion:
+    if to == "vit":
+        from .convert_transformers_vit_scratch import from_transformers, to_transformers_vit
+
+        for part in to_transformers_vit(model, image_processor):
+            part.save_pretrained(folder)
+        return from_transformers(folder)
+    if to == "timm":
+        return _export_to_timm(model, image_processor, folder)
+    from .convert_npz_vit_scratch import from_npz, to_npz
+
+    arrays: dict[str, Any] = to_npz(model, image_processor)
+    np.savez(folder / "model.npz", **arrays)
+    return from_npz(folder / "model.npz", image_size=model.config.image_size)
 
 
 def _export_to_timm(model: PreTrainedModel, image_processor: ViTScratchImageProcessor, folder: Path) -> Conversion:
@@ -335,8 +372,3 @@ def _check_same(ours: Mapping[str, Tensor], read_back: Mapping[str, Tensor]) -> 
         tensor.dtype == read_back[name].dtype and torch.equal(tensor, read_back[name]) for name, tensor in ours.items()
     )
     assert same, "what was written is read back otherwise"
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")

@@ -1,6 +1,7 @@
 """Tiny checkpoints of transformers' own vision models, every tensor of them random."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,9 @@ def own_pixels(theirs: Any) -> torch.Tensor:
     config = encoder_of(theirs).config
     size = config.image_size if isinstance(config.image_size, list) else [config.image_size] * 2
     return random_pixels(height=size[0], width=size[1], channels=config.num_channels, dtype=torch.float64)
+
+
+def set_config(folder: Path, **fields: Any) -> None:
+    """Writes fields into the config.json of `folder`."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))

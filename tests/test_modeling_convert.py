@@ -112,6 +112,13 @@ def test_the_proof_leaves_the_model_in_its_dtype():
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.bfloat16}
 
 
+def test_a_model_already_in_the_dtype_of_the_proof_is_not_copied(monkeypatch):
+    model = tiny_classifier(dtype=torch.float64)
+    conversion = conversion_of(model, copy.deepcopy(model))
+    monkeypatch.setattr(copy, "deepcopy", lambda value: pytest.fail("copied"))
+    assert all(found.largest == 0 for found in prove(conversion))
+
+
 def test_fixed_images_are_the_formula():
     image, channel, row, column = 1, 2, 5, 7
     phase = 0.31 * row + 0.17 * column + 0.001 * row * column + 1.3 * channel + 0.7 * image
@@ -161,3 +168,19 @@ def test_a_state_dict_that_does_not_fit_is_refused_with_all_that_is_wrong():
     assert message.startswith("a.pth ") and "\n" not in message
     assert "missing: layernorm.bias" in message and "without a place: layernorm.gain" in message
     assert "embeddings.cls_token (1, 1, 31) instead of (1, 1, 32)" in message
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_tensors_that_are_no_finite_numbers_are_refused_by_name(value):
+    tensors = tiny_encoder().state_dict()
+    tensors["layernorm.bias"] = torch.full((32,), value)
+    with pytest.raises(InputError, match=r"^a\.pth: NaN or infinity in layernorm\.bias; "):
+        built(ViTScratchModel, tiny_config(), tensors, "a.pth")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_tensors_of_no_floating_point_numbers_are_refused_by_name_and_dtype(dtype):
+    tensors = tiny_encoder().state_dict()
+    tensors["layernorm.bias"] = tensors["layernorm.bias"].to(dtype)
+    with pytest.raises(InputError, match=rf"^a\.pth: layernorm\.bias \({dtype}\): only float16"):
+        built(ViTScratchModel, tiny_config(), tensors, "a.pth")

@@ -348,3 +348,22 @@ def test_a_missing_file_is_refused(tmp_path):
 
 def test_a_folder_without_weights_is_refused(tmp_path):
     assert "a folder without model.safetensors" in refusal(tmp_path)
+
+
+ODD_TENSORS = {
+    "sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "float8_e4m3fn": lambda: torch.ones(3).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_TENSORS)
+def test_a_tensor_without_plain_values_is_refused_by_name_and_kind(tmp_path, kind):
+    torch.save({**TENSORS, "odd": ODD_TENSORS[kind]()}, tmp_path / "run.pth")
+    message = refusal(tmp_path / "run.pth")
+    assert "odd is a " in message and kind in message
+
+
+def test_eight_bit_floats_beside_others_in_safetensors_are_refused(tmp_path):
+    save_file({**TENSORS, "odd": torch.ones(3).to(torch.float8_e5m2)}, tmp_path / "run.safetensors")
+    assert "odd is a strided torch.float8_e5m2 tensor" in refusal(tmp_path / "run.safetensors")

@@ -122,6 +122,7 @@ REFUSED = {
     "pooling='class_token_and_mean'": {"pooling": "class_token_and_mean"},
     "use_class_token=True": {"pooling": "mean", "use_class_token": True},
     "final_norm='after_pooling'": {"pooling": "mean", "final_norm": "after_pooling"},
+    "problem_type='multi_label_classification'": {"problem_type": "multi_label_classification"},
     r"stem_depths=\[1\]": {"stem_depths": [1], "pooling": "attention"},
 }
 
@@ -149,6 +150,25 @@ def test_adapters_must_be_merged_first():
     adapted = get_peft_model(tiny_classifier(), LoraConfig(target_modules=["q_proj"])).base_model.model
     with pytest.raises(InputError, match=r"merge or unload what made .*lora"):
         exported(adapted)
+
+
+LOST = {
+    "class names: those of the 2 classes": {"id2label": {0: "cat", 1: "dog"}, "num_labels": 2},
+    "hidden_dropout_prob=0.1": {"hidden_dropout_prob": 0.1},
+    "drop_path_rate=0.2": {"drop_path_rate": 0.2},
+    "--image_size 32 32": {"position_embedding_type": "sincos_2d"},
+}
+
+
+@pytest.mark.parametrize("loss", LOST)
+def test_what_the_format_has_no_place_for_is_said(loss, caplog):
+    exported(tiny_classifier(**LOST[loss]))
+    assert loss in caplog.text and len(caplog.records) == 1
+
+
+def test_a_plain_network_loses_nothing(caplog):
+    exported(tiny_classifier())
+    assert not caplog.records
 
 
 @pytest.mark.peer

@@ -139,9 +139,28 @@ def test_pixel_values_equal_those_of_torchvisions_preset(arguments, weights):
 
 
 def test_where_several_presets_have_the_same_shapes_a_note_names_the_other():
-    [note] = converted(network_of(image_size=224, patch_size=32)).notes
+    [note] = [note for note in converted(network_of(image_size=224, patch_size=32)).notes if "preprocessing" in note]
     assert "IMAGENET1K_V1" in note
     assert "IMAGENET1K_SWAG_LINEAR_V1" in note
+
+
+def test_what_a_state_dict_does_not_tell_is_noted_as_assumed():
+    network = network_of(hidden_dim=768, num_heads=12, num_layers=1)
+    notes = from_torchvision(network.state_dict(), "weights").notes
+    assert "a state dict does not tell the eps of LayerNorms: torchvision's own is assumed, 1e-6" in notes
+    assert "12 heads, as torchvision's networks of width 768; else give num_attention_heads=..." in notes
+    given = from_torchvision(network.state_dict(), "weights", num_attention_heads=12).notes
+    assert not any("heads" in note for note in given)
+
+
+def test_a_note_says_that_torchvision_resamples_positions_otherwise():
+    network = network_of(representation_size=None)
+    larger = vision_transformer.interpolate_embeddings(48, 8, network.float().state_dict())
+    model = converted(network).model
+    model.resize_input(image_size=48)
+    positions = model.vit.embeddings.position_embeddings
+    assert (positions - larger["encoder.pos_embedding"]).abs().max() > 0.01  # of values around 1
+    assert any("torchvision's interpolate_embeddings puts the corners" in note for note in converted(network).notes)
 
 
 # What does not fit

@@ -117,13 +117,41 @@ def test_every_pair_of_shortest_edge_and_crop_covers_exactly_that_edge(tmp_path,
     assert int(crop / ours.crop_pct) == edge
 
 
-def test_a_file_of_an_old_feature_extractor_is_read(tmp_path):
-    stored = {"feature_extractor_type": "ViTFeatureExtractor", "do_resize": True, "size": 32, "resample": 2}
+@pytest.mark.parametrize("field", ["feature_extractor_type", "image_processor_type"])
+@pytest.mark.parametrize("name", ["ViTFeatureExtractor", "ViTImageProcessor", "ViTImageProcessorFast"])
+def test_a_file_of_an_old_feature_extractor_is_read(tmp_path, field, name):
+    stored = {field: name, "do_resize": True, "size": 32, "resample": 2}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**stored, "do_normalize": True, **IMAGENET}))
     ours, notes = from_transformers_processor(tmp_path, "vit", tiny_config())
     theirs = transformers.ViTImageProcessor(size=SQUARE, **IMAGENET)
     assert torch.equal(pixels_of(ours, photo()), pixels_of(theirs, photo()))
     assert notes == []
+
+
+def test_a_file_that_names_no_type_is_of_that_of_the_model(tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": {"shortest_edge": 36}, "crop_size": 32}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "dinov2"}))
+    ours, _ = from_transformers_processor(tmp_path, "dinov2", tiny_config())
+    theirs = transformers.BitImageProcessor(size={"shortest_edge": 36}, crop_size=SQUARE)
+    assert torch.equal(pixels_of(ours, photo(224, 112)), pixels_of(theirs, photo(224, 112)))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "size"),
+    [
+        (transformers.SiglipImageProcessor(size={"height": 35, "width": 35}), "35x35"),
+        (transformers.ViTImageProcessor(size={"height": 32, "width": 39}), "32x39"),
+        (
+            transformers.CLIPImageProcessor(size={"shortest_edge": 40}, crop_size={"height": 35, "width": 35}),
+            "35x35",
+        ),
+    ],
+)
+def test_a_size_that_patches_do_not_fill_becomes_the_size_they_fill(tmp_path, theirs, size):
+    ours, notes = converted(tmp_path, theirs)
+    assert ours.size == SQUARE
+    assert pixels_of(ours, photo()).shape == (1, 3, 32, 32)
+    assert f"images are resized to 32x32 here; the source resizes to {size} and drops what fills no patch" in notes
 
 
 @pytest.mark.parametrize(
@@ -163,7 +191,7 @@ def test_without_a_file_the_preprocessing_of_the_published_checkpoints_is_assume
             transformers.BitImageProcessor(size={"shortest_edge": 36}, crop_size={"height": 32, "width": 24}),
             "crop_size=32x24 out of 36x36 has no counterpart",
         ),
-        (transformers.ViTImageProcessor(size={"height": 32, "width": 30}), "makes 32x30 pixels, which patches of 8"),
+        (transformers.ViTImageProcessor(size={"height": 32, "width": 7}), "size=32x7 holds no patch of 8 pixels"),
         (transformers.ConvNextImageProcessor(), "image_processor_type='ConvNextImageProcessor' is not converted"),
     ],
 )
@@ -184,10 +212,42 @@ def test_without_a_file_one_channel_gets_no_statistics_of_rgb(tmp_path):
     assert (ours.image_mean, ours.image_std) == ([0.5], [0.5])
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"size": 32}', '{"image_processor_type": "NoSuchProcessor"}'])
+MANGLED = {
+    "image_processor_type": (5, ["ViTImageProcessor"], "NoSuchProcessor", "PreTrainedModel"),
+    "rescale_factor": (None, 0, "x", [1]),
+    "crop_size": (0, {"height": 0, "width": 32}, "x", [[]]),
+    "size": (0, {"height": 32}, {"height": "a", "width": "b"}, {"shortest_edge": 0}, [], "x"),
+    "resample": ("x", 7, []),
+    "image_mean": ("x", [1], {}, ["a", "b", "c"]),
+    "image_std": ("x", 0, [1], ["a", "b", "c"]),
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field in MANGLED for value in MANGLED[field]])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_mangled_field_is_refused_in_one_line_that_names_file_and_field(tmp_path, field, value, scaled):
+    theirs = transformers.CLIPImageProcessor(size={"shortest_edge": 36}, crop_size=SQUARE).to_dict()
+    stored = {**theirs, **({} if scaled else {"rescale_factor": 1.0}), field: value}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(stored))
+    with pytest.raises(InputError, match=field) as refusal:
+        from_transformers_processor(tmp_path, "vit", tiny_config())
+    assert "\n" not in str(refusal.value) and f"{tmp_path}" in str(refusal.value)
+    assert "preprocessor_config.json" in str(refusal.value)
+    assert len(str(refusal.value)) < len(str(tmp_path)) + 400
+
+
+@pytest.mark.parametrize("text", ['{"size": 32}', '{"image_processor_type": null}', '{"image_processor": 3}'])
 def test_a_file_that_is_no_processor_is_refused_in_one_line(tmp_path, text):
     (tmp_path / "preprocessor_config.json").write_text(text)
     with pytest.raises(InputError, match=r"preprocessor_config\.json cannot be read as an image processor") as refusal:
+        from_transformers_processor(tmp_path, "vit", tiny_config())
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_file_that_is_no_object_is_refused_in_one_line(tmp_path, text):
+    (tmp_path / "preprocessor_config.json").write_text(text)
+    with pytest.raises(InputError, match=r"its preprocessor_config\.json (is no JSON|holds no fields)") as refusal:
         from_transformers_processor(tmp_path, "vit", tiny_config())
     assert "\n" not in str(refusal.value)
 

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -240,6 +241,66 @@ def test_a_full_disk_ends_with_code_3_and_keeps_the_earlier_conversion(vit_folde
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("interruption", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()], ids=repr)
+def test_a_folder_that_cannot_be_put_in_place_leaves_the_earlier_conversion(
+    vit_folder, npz_file, tmp_path, monkeypatch, interruption
+):
+    convert(npz_file, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    replace = os.replace
+
+    def failing(source, target):
+        if Path(source).name == "new":
+            raise interruption
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    outcome = call("convert", vit_folder, "--output_dir", tmp_path / "out")
+    assert outcome.code == (3 if isinstance(interruption, OSError) else 130)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_earlier_conversion_that_cannot_be_put_back_is_named(vit_folder, npz_file, tmp_path, monkeypatch):
+    convert(npz_file, tmp_path / "out")
+    replace = os.replace
+
+    def failing(source, target):
+        if Path(target) == tmp_path / "out":
+            raise OSError(errno.EIO, "Input/output error")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    outcome = call("convert", vit_folder, "--output_dir", tmp_path / "out")
+    (aside,) = tmp_path.iterdir()
+    assert outcome.code == 3 and f"The earlier conversion lies in {aside}/old" in outcome.error_line
+    assert (aside / "old" / "model.safetensors").is_file()
+
+
+def test_the_source_is_not_replaced_by_what_becomes_of_it(npz_file, ours, tmp_path):
+    convert(npz_file, tmp_path / "ours")
+    convert(ours, tmp_path / "npz", "--to", "npz")
+    before = files_below(tmp_path)
+    for source, folder in ((tmp_path / "ours", tmp_path / "ours"), (tmp_path / "npz" / "model.npz", tmp_path / "npz")):
+        line = refused("convert", source, "--output_dir", folder, "--to", "vit")
+        assert f"holds the source {source}, which it would replace" in line
+    assert files_below(tmp_path) == before
+
+
+def test_the_current_folder_is_not_replaced(vit_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "is the current folder" in refused("convert", vit_folder, "--output_dir", ".")
+
+
+def test_what_an_export_loses_is_said_in_its_record(tmp_path):
+    model = tiny_classifier(hidden_dropout_prob=0.1)
+    model.save_pretrained(tmp_path / "model")
+    ViTScratchImageProcessor.from_config(model.config).save_pretrained(tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "npz", "--to", "npz")
+    notes = json.loads((tmp_path / "npz" / "conversion.json").read_text())["notes"]
+    assert "an npz file holds no settings of training: hidden_dropout_prob=0.1 is left out" in notes
+
+
 @pytest.mark.parametrize("name", ["notes.txt", "config.json", "recipe.yaml"])
 def test_a_folder_of_something_else_is_left_alone(vit_folder, tmp_path, name):
     (tmp_path / name).write_text("mine")
@@ -252,6 +313,14 @@ def test_a_run_that_started_from_a_conversion_is_no_conversion(vit_folder, tmp_p
     for name in ("config.json", "conversion.json", "recipe.yaml"):
         (tmp_path / name).write_text("{}")
     assert "holds recipe.yaml, which no conversion wrote" in refused("convert", vit_folder, "--output_dir", tmp_path)
+
+
+def test_an_index_of_shards_stands_for_its_folder(vit_folder, tmp_path):
+    theirs = ViTForImageClassification.from_pretrained(vit_folder)
+    theirs.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    convert(tmp_path / "shards" / "model.safetensors.index.json", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["classifier.weight"], theirs.classifier.weight)
 
 
 # Repos of the Hub
@@ -274,6 +343,21 @@ def test_a_hub_repo_of_another_network_is_refused_before_its_weights_are_fetched
     assert online.num_requests("GET", r"resolve/.*\.safetensors") == 0
 
 
+def test_a_hub_repo_without_safetensors_is_refused_by_its_name(online, vit_folder, tmp_path):
+    online.create("alice/pickled")
+    online.write(
+        "alice/pickled",
+        {"config.json": (vit_folder / "config.json").read_bytes(), "pytorch_model.bin": b"pickled"},
+    )
+    line = refused("convert", "alice/pickled", "--output_dir", tmp_path / "out")
+    assert "alice/pickled: the repo holds no model.safetensors" in line
+
+
+def test_a_revision_of_what_lies_on_this_disk_is_refused(vit_folder, tmp_path):
+    line = refused("convert", vit_folder, "--output_dir", tmp_path / "out", "--revision", "main")
+    assert f"--revision main is of a Hub repo, and {vit_folder} lies on this disk" in line
+
+
 def test_a_hub_repo_that_does_not_exist_is_named(online, tmp_path):
     assert "alice/nowhere" in refused("convert", "alice/nowhere", "--output_dir", tmp_path / "out")
 
@@ -291,6 +375,8 @@ def broken(kind: str, folder: Path, vit_folder: Path, npz_file: Path) -> Path:
     path = folder / "source"
     if kind == "no such file":
         return path
+    if kind == "no name of anything":
+        return Path("a b/c d")
     if kind in ("another type", "no config", "config is no JSON", "truncated weights"):
         shutil.copytree(vit_folder, path)
         config, weights = path / "config.json", path / "model.safetensors"
@@ -324,6 +410,7 @@ def broken(kind: str, folder: Path, vit_folder: Path, npz_file: Path) -> Path:
 
 BROKEN = {
     "no such file": "no such file or folder",
+    "no name of anything": "no id of a Hub repo; what is understood: ",
     "another type": "model of type 'bert'; what is understood:",
     "no config": "there is no config.json",
     "config is no JSON": "config.json is no JSON",

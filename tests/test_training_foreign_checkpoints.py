@@ -16,6 +16,8 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from modeling_vit_scratch import ViTScratchForImageClassification, ViTScratchImageProcessor, ViTScratchModel
 from modeling_vit_scratch.convert_npz_vit_scratch import to_npz
+from training import finetune as finetuning
+from training import pretrained
 
 pytest_plugins = ["fixtures_conversion", "fixtures_hub"]
 
@@ -127,6 +129,33 @@ def test_a_run_from_a_converted_folder_states_what_that_was_converted_from(npz_f
     finetune(tmp_path / "out", tmp_path / "run")
     records = [(folder / "conversion.json").read_text() for folder in (tmp_path / "out", tmp_path / "run")]
     assert records[0] == records[1]
+
+
+def test_a_run_from_a_run_does_not_state_what_the_first_was_converted_from(run, tmp_path):
+    assert (run / "conversion.json").exists()
+    finetune(run, tmp_path / "second")
+    assert not (tmp_path / "second" / "conversion.json").exists()
+
+
+def test_evaluate_leaves_the_record_of_a_conversion_alone(vit_folder, npz_file, tmp_path):
+    convert(npz_file, tmp_path / "out")
+    before = (tmp_path / "out" / "conversion.json").read_bytes()
+    outcome = evaluate(vit_folder, output_dir=tmp_path / "out")
+    assert outcome.code == 2 and "already holds conversion.json: name another folder" in outcome.error_line
+    assert (tmp_path / "out" / "conversion.json").read_bytes() == before
+
+
+def test_the_converted_copy_is_freed_before_training_starts(vit_folder, tmp_path, monkeypatch):
+    held = []
+    right = finetuning.fit
+
+    def fit(*arguments, **fields):
+        held.append(pretrained._convert.cache_info().currsize)
+        return right(*arguments, **fields)
+
+    monkeypatch.setattr(finetuning, "fit", fit)
+    finetune(vit_folder, tmp_path / "run")
+    assert held == [0]
 
 
 def test_finetune_resamples_a_foreign_encoder(vit_folder, tmp_path):

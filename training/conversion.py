@@ -20,8 +20,11 @@ from training.parsing import FlagParser
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from modeling_vit_scratch import ViTScratchImageProcessor
     from modeling_vit_scratch.convert_proof_vit_scratch import Conversion, Difference
     from modeling_vit_scratch.convert_vit_scratch import ConversionOptions
+
+    Proof = tuple[Conversion, list[Difference]]
 
 # The rest is imported where it is used, so that --help answers at once.
 
@@ -84,16 +87,8 @@ def convert_checkpoint(
     folder = Path(output_dir)
     _check_output_dir(folder)
     path = reading(lambda: converters.locate(source, revision), source)
-    proofs: list[tuple[Conversion, list[Difference]]] = []
-    if to != "vit_scratch" and converters.is_vit_scratch(path):
-        settled = options or converters.ConversionOptions()
-        model, processor = reading(lambda: converters.load_vit_scratch(path, source, settled), source)
-        print(f"source  {source}: a vit_scratch model", f"model   {describe_model(model)}", sep="\n")
-    else:
-        conversion = reading(lambda: converters.convert(path, source=source, options=options), source)
-        print(*describe(conversion), sep="\n")
-        proofs.append((conversion, proven(conversion, tolerance, say=print)))
-        model, processor = conversion.model, conversion.image_processor
+    _check_is_not_source(folder, source, path)
+    model, processor, proofs = _read(path, source, to, tolerance, options)
     with _written_aside(folder) as aside:
         if to == "vit_scratch":
             converters.save_vit_scratch(model, processor, aside)
@@ -106,9 +101,28 @@ def convert_checkpoint(
     return folder
 
 
+def _read(
+    path: Path, source: str, to: str, tolerance: float | None, options: ConversionOptions | None
+) -> tuple[PreTrainedModel, ViTScratchImageProcessor, list[Proof]]:
+    """Returns model and processor of a source, and the proof that they are its own where it is of another code."""
+    from modeling_vit_scratch import convert_vit_scratch as converters
+    from training.reading import reading
+
+    if to != "vit_scratch" and converters.is_vit_scratch(path):
+        settled = options or converters.ConversionOptions()
+        model, processor = reading(lambda: converters.load_vit_scratch(path, source, settled), source)
+        print(f"source  {source}: a vit_scratch model", f"model   {describe_model(model)}", sep="\n")
+        return model, processor, []
+    conversion = reading(lambda: converters.convert(path, source=source, options=options), source)
+    print(*describe(conversion), sep="\n")
+    proof = conversion, proven(conversion, tolerance, say=print)
+    return conversion.model, conversion.image_processor, [proof]
+
+
 def proven(conversion: Conversion, tolerance: float | None, *, say: Callable[[str], None]) -> list[Difference]:
     """Returns the differences after saying each; raises UnequalError where one is past the tolerance."""
     from modeling_vit_scratch.convert_proof_vit_scratch import prove
+    from modeling_vit_scratch.errors_vit_scratch import InputError
 
     differences = prove(conversion, tolerance=tolerance)
     dtype = str(conversion.reference_dtype).removeprefix("torch.")
@@ -119,7 +133,13 @@ def proven(conversion: Conversion, tolerance: float | None, *, say: Callable[[st
             f"        {found.output:17} at {height}x{width}: largest |difference| {found.largest:.1e}, "
             f"relative to {found.scale:.3g}: {'equal' if found.is_equal else 'NOT equal'}"
         )
-    if unequal := [found.output for found in differences if not found.is_equal]:
+    unequal = [found.output for found in differences if not found.is_equal]
+    if unequal and conversion.taken_from_user:
+        raise InputError(
+            f"{conversion.source}: {', '.join(dict.fromkeys(unequal))} NOT equal with {conversion.taken_from_user}, "
+            "which nothing in the file confirms; give another value"
+        )
+    if unequal:
         raise UnequalError(
             f"{conversion.source}: {', '.join(dict.fromkeys(unequal))} NOT equal, so the conversion is wrong and "
             "nothing is kept of it; please report the checkpoint"
@@ -156,9 +176,7 @@ def describe_model(model: PreTrainedModel) -> str:
     return "; ".join(parts)
 
 
-def conversion_record(
-    source: str, weight_files: list[Path], proofs: list[tuple[Conversion, list[Difference]]]
-) -> dict[str, Any]:
+def conversion_record(source: str, weight_files: list[Path], proofs: list[Proof]) -> dict[str, Any]:
     """Returns the content of conversion.json."""
     return {
         "source": source,
@@ -199,12 +217,25 @@ def _check_output_dir(folder: Path) -> None:
 
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output_dir {folder} is a file: name a folder")
+    if folder.exists() and folder.samefile(Path.cwd()):
+        raise InputError(f"--output_dir {folder} is the current folder, which cannot be replaced: name another")
     names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     others = [name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in _WRITTEN)]
     if names and (others or CONVERSION_FILE not in names):
         raise InputError(
             f"--output_dir {folder} holds {', '.join((others or names)[:3])}, which no conversion wrote: name another "
             "folder"
+        )
+
+
+def _check_is_not_source(folder: Path, source: str, path: Path) -> None:
+    """Raises where the output would take the place of what it is made from."""
+    from modeling_vit_scratch.errors_vit_scratch import InputError
+
+    places = [path.resolve()] + ([Path(source).absolute()] if Path(source).exists() else [])
+    if any(place.is_relative_to(ending) for place in places for ending in (folder.resolve(), folder.absolute())):
+        raise InputError(
+            f"--output_dir {folder} holds the source {source}, which it would replace: name another folder"
         )
 
 
@@ -222,16 +253,33 @@ def _written_aside(folder: Path) -> Iterator[Path]:
         content = aside / "new"
         content.mkdir()
         yield content
-        if folder.exists():
-            os.replace(folder, aside / "old")
-        os.replace(content, folder)
+        _replace(folder, content, aside / "old")
     except (OSError, SafetensorError) as error:
+        is_lost = aside is not None and _is_aside(folder, aside)
+        kept = f"The earlier conversion lies in {aside}/old" if is_lost else "Nothing was changed"
         raise EnvironmentFault(
-            f"cannot write {folder}: {error}. Nothing was changed; make room or mend permissions, then run again."
+            f"cannot write {folder}: {error}. {kept}; make room or mend permissions, then run again."
         ) from error
     finally:
-        if aside is not None:
+        if aside is not None and not _is_aside(folder, aside):
             shutil.rmtree(aside, ignore_errors=True)
+
+
+def _replace(folder: Path, content: Path, old: Path) -> None:
+    """Puts `content` in the place of `folder`; after an exception, an interrupt too, `folder` is what it was."""
+    try:
+        if folder.exists():
+            os.replace(folder, old)
+        os.replace(content, folder)
+    except BaseException:
+        if old.exists() and not folder.exists():
+            os.replace(old, folder)
+        raise
+
+
+def _is_aside(folder: Path, aside: Path) -> bool:
+    """Whether the earlier conversion could not be put back."""
+    return (aside / "old").exists() and not folder.exists()
 
 
 def main(argv: list[str], prog: str = "vit-scratch convert") -> int:

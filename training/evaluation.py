@@ -23,7 +23,7 @@ from training.conversion import CONVERSION_FILE
 from training.data import ImageDataset, LabelledImages, load_image_dataset
 from training.image_tensors import EvaluationImages
 from training.metrics import class_probabilities, evaluate_predictions
-from training.pretrained import class_names_of, conversion_of, load_classifier, load_processor
+from training.pretrained import class_names_of, conversion_of, forget_converted, load_classifier, load_processor
 
 __all__ = ["evaluate", "load_images_for", "num_decoding_processes", "predict_logits", "stack_images"]
 
@@ -41,6 +41,7 @@ def evaluate(recipe: EvaluateRecipe) -> dict[str, Any]:
     model = load_classifier(arguments.model_name_or_path, arguments.revision)
     processor = load_processor(arguments.model_name_or_path, arguments.revision)
     conversion = conversion_of(arguments.model_name_or_path, arguments.revision)
+    forget_converted()
     dataset = load_images_for(model.config, recipe.data, arguments.model_name_or_path)
     images = dataset.split(arguments.split)
     if images is None:
@@ -84,7 +85,7 @@ def load_images_for(config: ViTScratchConfig, arguments: DataArguments, source: 
 
 
 def _check_output_dir(folder: Path) -> None:
-    for name in (run_folder.METRICS_FILE, run_folder.PREDICTIONS_FILE):
+    for name in (run_folder.METRICS_FILE, run_folder.PREDICTIONS_FILE, CONVERSION_FILE):
         if (folder / name).exists():
             raise InputError(f"--output_dir {folder} already holds {name}: name another folder")
     if folder.exists() and not folder.is_dir():

@@ -16,6 +16,7 @@ from training.fit import fit, given
 from training.pretrained import (
     class_names_of,
     conversion_of,
+    forget_converted,
     load_classifier,
     load_config,
     load_processor,
@@ -34,6 +35,7 @@ def finetune(recipe: FinetuneRecipe) -> Path:
     if checkpoint is None:
         dataset, model, processor = _start(recipe)
         conversion = conversion_of(str(recipe.start.model_name_or_path), recipe.start.revision)
+        forget_converted()
     else:
         dataset, model, processor = reopen(recipe, checkpoint)
     return fit(

@@ -25,12 +25,13 @@ from modeling_vit_scratch.convert_vit_scratch import convert, is_vit_scratch, lo
 from modeling_vit_scratch.errors_vit_scratch import InputError
 from training.conversion import CONVERSION_FILE, conversion_record, describe, proven
 from training.reading import reading
-from training.run_folder import read_json
+from training.run_folder import RECIPE_FILE, read_json
 
 __all__ = [
     "Converted",
     "class_names_of",
     "conversion_of",
+    "forget_converted",
     "load_classifier",
     "load_config",
     "load_processor",
@@ -72,6 +73,11 @@ def _convert(source: str, revision: str | None, stamp: tuple[tuple[str, int, int
     return Converted(conversion.model, conversion.image_processor, record)
 
 
+def forget_converted() -> None:
+    """Frees the last converted checkpoint, once a verb has all that it makes of it."""
+    _convert.cache_clear()
+
+
 def _is_ours(source: str, revision: str | None) -> bool:
     path = Path(source)
     return reading(lambda: is_vit_scratch(path), source) if path.exists() else _is_ours_on_the_hub(source, revision)
@@ -84,12 +90,16 @@ def _is_ours_on_the_hub(source: str, revision: str | None) -> bool:
 
 
 def conversion_of(source: str, revision: str | None = None) -> dict[str, Any] | None:
-    """Returns the conversion.json of a source that is, or was made from, a checkpoint of another code."""
+    """Returns the conversion.json of a source that is, or was converted from, a checkpoint of another code.
+
+    None for a training run, whatever that started from: its weights are its own.
+    """
     found = converted(source, revision)
     if found is not None:
         return found.record
     stored = Path(source) / CONVERSION_FILE
-    return read_json(stored) if stored.is_file() else None
+    is_run = (Path(source) / RECIPE_FILE).is_file()
+    return read_json(stored) if stored.is_file() and not is_run else None
 
 
 def load_config(source: str, revision: str | None = None) -> ViTScratchConfig:

@@ -22,6 +22,9 @@ def reading(load: Callable[[], Loaded], source: str) -> Loaded:
         return load()
     except SafetensorError as error:
         raise InputError(f"{source}: its weights are damaged ({error}); get them again") from error
+    except ImportError as error:  # a package that config.json asks for, such as kernels
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise EnvironmentFault(f"{source} needs a package that is not here: {reason}") from error
     except (HFValidationError, HfHubHTTPError, OSError) as error:
         reason = str(error).splitlines()[0]
         if not Path(source).is_dir() and ("/" not in source or source.startswith(("/", "."))):

@@ -98,9 +98,19 @@ class CommonTests(ImageTraining, common.ModelTesterMixin):
         with self.assertRaisesRegex(InputError, "missing"):
             super().test_model_weights_reload_no_missing_tied_weights()
 
-    @unittest.skip("asks for regression")
     def test_problem_types(self):
-        pass
+        if ViTScratchForImageClassification not in self.all_model_classes:
+            return  # as theirs passes over classes that do not classify
+        for problem_type, labels in (
+            ("multi_label_classification", torch.tensor([[0.0, 1.0, 1.0]] * self.model_tester.batch_size)),
+            ("single_label_classification", torch.tensor([2] * self.model_tester.batch_size)),
+        ):
+            config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
+            fields = {**config.to_dict(), "id2label": {index: str(index) for index in range(3)}, "label2id": None}
+            model = ViTScratchForImageClassification(ViTScratchConfig(**{**fields, "problem_type": problem_type}))
+            model(**inputs, labels=labels).loss.backward()
+            self.assertEqual(model.config.problem_type, problem_type)
+            self.assertGreater(model.classifier.bias.grad.abs().sum().item(), 0)
 
     def test_sdpa_can_dispatch_non_composite_models(self):
         for model_class in self.all_model_classes:
