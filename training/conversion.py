@@ -84,8 +84,7 @@ def convert_checkpoint(
     from training import run_folder
     from training.reading import reading
 
-    folder = Path(output_dir)
-    _check_output_dir(folder)
+    _check_output_dir(folder := Path(output_dir))
     path = reading(lambda: converters.locate(source, revision), source)
     _check_is_not_source(folder, source, path)
     model, processor, proofs = _read(path, source, to, tolerance, options)
@@ -96,8 +95,8 @@ def convert_checkpoint(
             written = converters.export(model, processor, to, aside)
             print(f"written {written.source_kind}")
             proofs.append((written, proven(written, tolerance, say=print)))
-        record = conversion_record(source, converters.weight_files(path), proofs)
-        run_folder.write_json(aside / CONVERSION_FILE, record)
+        weights = converters.weight_files(path)
+        run_folder.write_json(aside / CONVERSION_FILE, conversion_record(source, weights, proofs))
     return folder
 
 
