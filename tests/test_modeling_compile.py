@@ -12,6 +12,8 @@ from torch._dynamo.testing import CompileCounter
 from modeling_vit_scratch import ViTScratchBackbone
 from modeling_vit_scratch.residual_vit_scratch import forward_with_stochastic_depth
 
+pytestmark = pytest.mark.e2e  # a second or more each
+
 EXACT = {"rtol": 0, "atol": 0}
 LABELS = torch.tensor([0, 3, 1, 2])
 

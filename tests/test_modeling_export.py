@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from modeling_vit_scratch import ViTScratchBackbone
 
+pytestmark = pytest.mark.e2e  # a second or more each
+
 # Another order of summation in float32; logits are around 1.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 ANY_BATCH = {"pixel_values": {0: torch.export.Dim("batch")}}

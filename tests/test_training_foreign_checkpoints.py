@@ -19,6 +19,8 @@ from modeling_vit_scratch.convert_npz_vit_scratch import to_npz
 from training import finetune as finetuning
 from training import pretrained
 
+pytestmark = pytest.mark.e2e  # a second or more each
+
 pytest_plugins = ["fixtures_conversion", "fixtures_hub"]
 
 DATA = {"dataset_name": "digits", "dataloader_num_workers": 0, "test_fraction": 0.05}
