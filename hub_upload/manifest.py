@@ -19,6 +19,7 @@ CODE_ENTRY_POINTS = (
     "image_processing_vit_scratch.py",
     "modeling_vit_scratch.py",
     "pipeline_vit_scratch.py",
+    "pretraining_vit_scratch.py",
 )
 
 # Owners edit these on the Hub: a changed card or attribute file is no damage.

@@ -30,6 +30,8 @@ AUTO_MAP = {
     "AutoConfig": "configuration_vit_scratch.ViTScratchConfig",
     "AutoBackbone": "backbone_vit_scratch.ViTScratchBackbone",
     "AutoModel": "modeling_vit_scratch.ViTScratchModel",
+    "AutoModelForMaskedImageModeling": "pretraining_vit_scratch.ViTScratchForMaskedPatchPrediction",
+    "AutoModelForPreTraining": "pretraining_vit_scratch.ViTScratchForMaskedAutoencoding",
     "AutoModelForImageClassification": "modeling_vit_scratch.ViTScratchForImageClassification",
 }
 PROCESSOR_AUTO_MAP = {"AutoImageProcessor": "image_processing_vit_scratch.ViTScratchImageProcessor"}

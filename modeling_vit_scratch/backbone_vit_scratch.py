@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BackboneOutput
 
 from .configuration_vit_scratch import ViTScratchConfig
 from .errors_vit_scratch import InputError
-from .modeling_vit_scratch import ViTScratchModel
+from .modeling_vit_scratch import ViTScratchModel, first_given
 from .pretrained_vit_scratch import ViTScratchPreTrainedModel
 
 __all__ = ["ViTScratchBackbone"]
@@ -99,5 +99,4 @@ class ViTScratchBackbone(BackboneMixin, ViTScratchPreTrainedModel):
             hidden_states=outputs.hidden_states if output_hidden_states else None,
             attentions=outputs.attentions,
         )
-        return_dict = self.config.return_dict if return_dict is None else return_dict
-        return output if return_dict else output.to_tuple()
+        return output if first_given(return_dict, self.config.return_dict) else output.to_tuple()

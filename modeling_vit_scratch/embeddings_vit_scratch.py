@@ -41,7 +41,7 @@ class ViTScratchPatchEmbeddings(ViTScratchModule):
         init.zeros_(cast(Tensor, self.projection.bias))
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        self._check(pixel_values)
+        self.check(pixel_values)
         pixel_values = pixel_values.to(self.projection.weight.dtype)
         if self.stem is not None:  # hybrids
             pixel_values = self.stem(pixel_values)
@@ -57,7 +57,8 @@ class ViTScratchPatchEmbeddings(ViTScratchModule):
             first.in_channels = new.num_channels
         self.patch_size, self.num_channels = new.patch_height_width, new.num_channels
 
-    def _check(self, pixel_values: Tensor) -> None:
+    def check(self, pixel_values: Tensor) -> None:
+        """Raises `InputError` unless the images can be cut into whole patches."""
         if pixel_values.ndim != 4 or pixel_values.shape[1] != self.num_channels:
             raise InputError(
                 f"pixel_values must be (batch, {self.num_channels} channels, height, width); got "
@@ -96,8 +97,8 @@ class ViTScratchEmbeddings(ViTScratchPositionEmbeddings):
         if self.config.use_class_token:
             init.zeros_(self.cls_token)
         if self.config.use_distillation_token:
-            init.zeros_(self.distillation_token)
-        if self.config.num_register_tokens:  # unlike one class token, equal registers would stay equal
+            init.normal_(self.distillation_token, std=0.02)  # else it may stay equal to the class token for ever
+        if self.config.num_register_tokens:  # so would registers that begin equal
             init.normal_(self.register_tokens, std=0.02)
 
     def forward(
@@ -114,6 +115,8 @@ class ViTScratchEmbeddings(ViTScratchPositionEmbeddings):
             corrupt: what is done to the patch embeddings (B, N, D) of masked patch prediction.
         """
         patches = self.patch_embeddings(pixel_values)  # (B, N, D)
+        # Autocast convolves in bfloat16; what the layers add to stays in the dtype of the weights.
+        patches = patches.to(self.patch_embeddings.projection.weight.dtype)
         if corrupt is not None:
             patches = corrupt(patches)
         if visible_patches is None and self.training and self.patch_dropout_rate > 0:

@@ -51,12 +51,12 @@ def check_loaded(model: PreTrainedModel, info: dict[str, Any], source: Any) -> N
     encoder = {prefix + name for name in model.base_model.state_dict()}
     mismatched = {name for name, *_ in info["mismatched_keys"]}
     new = set(info["missing_keys"]) | mismatched
-    for head in (
-        f"{prefix}attention_pooling.",
-        f"{prefix}pooler.",
-    ):  # new as a whole: a self-supervised model's encoder
-        if (of_head := {name for name in encoder if name.startswith(head)}) <= set(info["missing_keys"]):
-            encoder -= of_head
+    # New as a whole where the encoder is a self-supervised model's; beside a stored classifier they are lost.
+    if not hasattr(model, "classifier") or "classifier.weight" in new:
+        for head in ("attention_pooling.", "pooler."):
+            of_head = {name for name in encoder if name.startswith(prefix + head)}
+            if of_head <= set(info["missing_keys"]):
+                encoder -= of_head
     missing = sorted(new & encoder)
     left_out = cast(tuple[str, ...], model.left_out)
     unexpected = sorted(key for key in info["unexpected_keys"] if not key.startswith((*TENSORS_OF_HEADS, *left_out)))

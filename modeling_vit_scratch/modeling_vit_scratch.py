@@ -25,7 +25,13 @@ from .pretrained_vit_scratch import RULE, ViTScratchPreTrainedModel
 from .residual_vit_scratch import ViTScratchLayerScale, drop_path_rates, forward_with_stochastic_depth
 from .swiglu_vit_scratch import ViTScratchSwiGLU
 
-__all__ = ["ViTScratchForImageClassification", "ViTScratchLayer", "ViTScratchModel", "classification_loss"]
+__all__ = [
+    "ViTScratchForImageClassification",
+    "ViTScratchLayer",
+    "ViTScratchModel",
+    "classification_loss",
+    "first_given",
+]
 
 
 def eager_attention_forward(
@@ -241,8 +247,8 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             visible_patches: raster indices (B, n) of the only patches to encode (masked autoencoding).
             corrupt: what is done to the patch embeddings (B, N, D) before positions (masked patch prediction).
         """
-        output_attentions = _first_given(output_attentions, self.config.output_attentions)
-        output_hidden_states = _first_given(output_hidden_states, self.config.output_hidden_states)
+        output_attentions = first_given(output_attentions, self.config.output_attentions)
+        output_hidden_states = first_given(output_hidden_states, self.config.output_hidden_states)
         class_token_only = (
             pooled_only and not (output_attentions or output_hidden_states) and self._needs_class_token_only()
         )
@@ -270,7 +276,7 @@ class ViTScratchModel(ViTScratchPreTrainedModel):
             hidden_states=(*all_hidden_states, hidden_states) if output_hidden_states else None,
             attentions=tuple(all_attentions) if output_attentions else None,
         )
-        return output if _first_given(return_dict, self.config.return_dict) else output.to_tuple()
+        return output if first_given(return_dict, self.config.return_dict) else output.to_tuple()
 
     def _pool(self, sequence: Tensor) -> Tensor:
         """Returns what the head reads of the tokens: (B, representation_size or pooled_size)."""
@@ -340,7 +346,7 @@ class ViTScratchForImageClassification(ViTScratchPreTrainedModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-        return output if _first_given(return_dict, self.config.return_dict) else output.to_tuple()
+        return output if first_given(return_dict, self.config.return_dict) else output.to_tuple()
 
 
 def classification_loss(logits: Tensor, labels: Tensor, problem_type: str) -> Tensor:
@@ -359,5 +365,5 @@ def classification_loss(logits: Tensor, labels: Tensor, problem_type: str) -> Te
     return -(targets * F.logsigmoid(logits) + (1 - targets) * F.logsigmoid(-logits)).sum(dim=1).mean()
 
 
-def _first_given(value: bool | None, default: bool | None) -> bool:
+def first_given(value: bool | None, default: bool | None) -> bool:
     return bool(default if value is None else value)

@@ -17,8 +17,8 @@ from transformers.modeling_outputs import ModelOutput
 
 from .configuration_vit_scratch import ViTScratchConfig
 from .errors_vit_scratch import InputError
-from .initialization_vit_scratch import ViTScratchModule, replace_parameter
-from .modeling_vit_scratch import ViTScratchLayer, ViTScratchModel
+from .initialization_vit_scratch import ViTScratchModule
+from .modeling_vit_scratch import ViTScratchLayer, ViTScratchModel, first_given
 from .positions_vit_scratch import resize_positions, sincos_positions
 from .pretrained_vit_scratch import ViTScratchPreTrainedModel
 
@@ -71,6 +71,10 @@ class ViTScratchForMaskedPatchPrediction(ViTScratchPreTrainedModel):
                 f"prediction_target={config.prediction_target!r} makes a class of each colour, 8 ** num_channels of "
                 f"them: num_channels={config.num_channels} must be at most {MAX_COLOR_CHANNELS}; or use 'pixels'"
             )
+        for name in ("image_mean", "image_std"):
+            values = getattr(config, name)
+            if values is not None and len(values) != config.num_channels:
+                raise InputError(f"{name}={values} must have num_channels={config.num_channels} numbers")
         self.vit = ViTScratchModel(config, add_pooling_layer=False)
         self.vit.embeddings.patch_dropout_rate = 0.0  # a patch that is not there cannot be predicted
         self.mask_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
@@ -106,6 +110,7 @@ class ViTScratchForMaskedPatchPrediction(ViTScratchPreTrainedModel):
             output_hidden_states: also return the encoder's hidden states.
             return_dict: False for a plain tuple.
         """
+        self.vit.embeddings.patch_embeddings.check(pixel_values)
         patches = patchify(pixel_values, self.config.patch_height_width)  # (B, N, p * q, C)
         order, fate, other = _noise(patches, self.training, num_draws=3).unbind(dim=1)
         if bool_masked_pos is None:
@@ -130,7 +135,7 @@ class ViTScratchForMaskedPatchPrediction(ViTScratchPreTrainedModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-        return output if _is_dict(return_dict, self.config) else output.to_tuple()
+        return output if first_given(return_dict, self.config.return_dict) else output.to_tuple()
 
     def _targets(self, patches: Tensor) -> Tensor:
         """What is to be predicted of patches (B, N, p * q, C): colours (B, N), (B, N, 16), or pixels."""
@@ -156,7 +161,8 @@ class ViTScratchDecoder(ViTScratchModule):
         self.embed = nn.Linear(config.hidden_size, width)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
         num_tokens = self.num_prefix_tokens + config.num_patches
-        self.position_embeddings = nn.Parameter(torch.zeros(1, num_tokens, width), requires_grad=False)
+        # Fixed, so a buffer: loading makes every parameter trainable.
+        self.register_buffer("position_embeddings", torch.zeros(1, num_tokens, width))
         layer_config = _decoder_config(config)
         self.layers = nn.ModuleList([ViTScratchLayer(layer_config) for _ in range(config.decoder_num_hidden_layers)])
         for layer in self.layers:  # so that the attention kernel stays the one the model is set to
@@ -169,15 +175,14 @@ class ViTScratchDecoder(ViTScratchModule):
         for dense in (self.embed, self.prediction):
             init.xavier_uniform_(dense.weight)
             init.zeros_(dense.bias)
+        # MAE: frequencies 10000 ** -(k / (D / 4)). Here: those of sincos_2d; a converted table stays as it is.
         width = self.config.decoder_hidden_size
         patches = sincos_positions(self.config.grid_size, width, like=self.position_embeddings)
         prefix = patches.new_zeros(1, self.num_prefix_tokens, width)
         init.copy_(self.position_embeddings, torch.cat((prefix, patches), dim=1))
 
     def resize(self, old: ViTScratchConfig, new: ViTScratchConfig) -> None:
-        if _num_pixels(old) != _num_pixels(new):
-            raise InputError(_other_pixels(self, old, new))
-        replace_parameter(self, "position_embeddings", self._positions_for(new.grid_size))
+        self.position_embeddings = self._positions_for(new.grid_size)
 
     def forward(self, tokens: Tensor, visible: Tensor, grid_size: tuple[int, int]) -> Tensor:
         """Returns pixels (B, N, p * q * C) for the encoder's class token and visible patches, (B, 1 + n, D).
@@ -225,6 +230,10 @@ class ViTScratchForMaskedAutoencoding(ViTScratchPreTrainedModel):
         self.decoder = ViTScratchDecoder(config)
         self.post_init()
 
+    def resize(self, old: ViTScratchConfig, new: ViTScratchConfig) -> None:  # called before that of any part
+        if _num_pixels(old) != _num_pixels(new):
+            raise InputError(_other_pixels(self, old, new))
+
     def forward(
         self,
         pixel_values: Tensor,
@@ -242,6 +251,7 @@ class ViTScratchForMaskedAutoencoding(ViTScratchPreTrainedModel):
             output_hidden_states: also return the encoder's hidden states of the tokens it sees.
             return_dict: False for a plain tuple.
         """
+        self.vit.embeddings.patch_embeddings.check(pixel_values)
         patches = patchify(pixel_values, self.config.patch_height_width)  # (B, N, p * q, C)
         num_patches = patches.shape[1]
         if noise is None:
@@ -269,7 +279,7 @@ class ViTScratchForMaskedAutoencoding(ViTScratchPreTrainedModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-        return output if _is_dict(return_dict, self.config) else output.to_tuple()
+        return output if first_given(return_dict, self.config.return_dict) else output.to_tuple()
 
     def _targets(self, patches: Tensor) -> Tensor:
         """Pixels (B, N, p * q * C) of patches (B, N, p * q, C)."""
@@ -311,8 +321,10 @@ def color_classes(colors: Tensor) -> Tensor:
 
 
 def evaluation_noise(num_images: int, num_patches: int) -> Tensor:
-    """The noise (B, N) from which masked autoencoding draws its masks in evaluation."""
-    return torch.rand(num_images, num_patches, generator=torch.Generator().manual_seed(0))
+    """The noise (B, N) from which masked autoencoding draws its masks in evaluation, always the same."""
+    # By a formula: torch.compile and torch.export cannot make a generator.
+    places = torch.arange(num_images)[:, None] * num_patches + torch.arange(num_patches)
+    return (((places + 1).double() * 12.9898).sin() * 43758.5453).remainder(1).float()
 
 
 def _noise(patches: Tensor, training: bool, num_draws: int = 1) -> Tensor:
@@ -333,7 +345,7 @@ def prediction_loss(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
             0, targets.shape
         )
     losses = losses.flatten(2).mean(dim=2) if losses.ndim > 2 else losses  # (B, N)
-    return (losses * mask).sum() / mask.sum()
+    return (losses * mask).sum() / mask.sum().clamp(min=1)
 
 
 def _num_outputs(config: ViTScratchConfig) -> int:
@@ -372,7 +384,3 @@ def _other_pixels(module: nn.Module, old: ViTScratchConfig, new: ViTScratchConfi
         f"{old.num_channels} cannot become {new.patch_size} and {new.num_channels}; load the encoder alone "
         "(ViTScratchModel.from_pretrained) to resize it"
     )
-
-
-def _is_dict(return_dict: bool | None, config: ViTScratchConfig) -> bool:
-    return bool(config.return_dict if return_dict is None else return_dict)

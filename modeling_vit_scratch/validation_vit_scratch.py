@@ -144,10 +144,6 @@ def check_pretraining(config: PreTrainedConfig) -> None:
             f"decoder_hidden_size={config.decoder_hidden_size} must be a multiple of 4 and of "
             f"decoder_num_attention_heads={config.decoder_num_attention_heads}"
         )
-    for name in ("image_mean", "image_std"):
-        values = getattr(config, name)
-        if values is not None and len(values) != config.num_channels:
-            raise InputError(f"{name}={values} must have num_channels={config.num_channels} numbers")
     if (config.image_mean is None) != (config.image_std is None):
         raise InputError(
             f"image_mean={config.image_mean} and image_std={config.image_std} go together: give both, those of the "

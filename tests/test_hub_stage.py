@@ -32,6 +32,8 @@ def test_auto_map_names_every_class_without_a_repository(staged):
         "AutoConfig": "configuration_vit_scratch.ViTScratchConfig",
         "AutoModel": "modeling_vit_scratch.ViTScratchModel",
         "AutoModelForImageClassification": "modeling_vit_scratch.ViTScratchForImageClassification",
+        "AutoModelForMaskedImageModeling": "pretraining_vit_scratch.ViTScratchForMaskedPatchPrediction",
+        "AutoModelForPreTraining": "pretraining_vit_scratch.ViTScratchForMaskedAutoencoding",
     }
     assert processor["auto_map"] == {"AutoImageProcessor": "image_processing_vit_scratch.ViTScratchImageProcessor"}
 

@@ -374,3 +374,101 @@ def test_the_loss_falls_within_a_few_steps(head):
         optimizer.zero_grad()
         losses.append(loss.item())
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+@pytest.mark.parametrize("name", ["image_mean", "image_std"])
+def test_pixel_statistics_of_another_number_of_channels_are_refused(name):
+    fields = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, name: [0.5]}
+    with pytest.raises(InputError, match=rf"{name}=\[0.5\] must have num_channels=3 numbers"):
+        ViTScratchForMaskedPatchPrediction(tiny_config(**fields))
+
+
+def test_pixel_statistics_of_pretraining_do_not_bind_the_classifier(tmp_path):
+    predictor(image_mean=[0.4, 0.5, 0.6], image_std=[0.2] * 3).save_pretrained(tmp_path)
+    model = ViTScratchForImageClassification.from_pretrained(tmp_path, num_channels=1)
+    assert model(random_pixels(channels=1)).logits.shape == (2, 7)
+
+
+def test_what_is_trainable_stays_so_after_loading(head, tmp_path):
+    head.save_pretrained(tmp_path)
+    again = type(head).from_pretrained(tmp_path)
+    assert {name: tensor.requires_grad for name, tensor in again.named_parameters()} == {
+        name: tensor.requires_grad for name, tensor in head.named_parameters()
+    }
+    again.train()
+    again(random_pixels()).loss.backward()
+    assert all(tensor.grad is not None for tensor in again.parameters())
+
+
+def test_an_encoder_that_is_trained_on_starts_with_the_decoders_fixed_positions(tmp_path):
+    ViTScratchForImageClassification(tiny_config(**DECODER)).save_pretrained(tmp_path)
+    model = ViTScratchForMaskedAutoencoding.from_pretrained(tmp_path)
+    fresh = ViTScratchForMaskedAutoencoding(tiny_config(**DECODER))
+    torch.testing.assert_close(model.decoder.position_embeddings, fresh.decoder.position_embeddings, **EXACT)
+
+
+def test_an_image_that_cannot_be_cut_into_patches_is_refused_by_name(head):
+    with pytest.raises(InputError, match="33x47 pixels cannot be cut into patches of 8x8"):
+        head(random_pixels(height=33, width=47))
+
+
+def test_a_refused_patch_size_leaves_the_model_as_it_was():
+    model = autoencoder()
+    before = model(random_pixels()).loss
+    with pytest.raises(InputError, match="patch_size=8"):
+        model.resize_input(patch_size=16)
+    torch.testing.assert_close(model(random_pixels()).loss, before, **EXACT)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_heads_compile_without_a_graph_break(head, training):
+    head.train(training)
+    compiled = torch.compile(head, backend="eager", fullgraph=True)
+    assert compiled(random_pixels()).loss.isfinite()
+    if not training:
+        torch.testing.assert_close(compiled(random_pixels()).loss, head(random_pixels()).loss)
+
+
+@pytest.mark.e2e
+def test_the_heads_export_with_any_batch(head):
+    head.eval()
+    batch = torch.export.Dim("batch", min=2, max=16)
+    program = torch.export.export(head, (random_pixels(batch=3),), dynamic_shapes=({0: batch},))
+    pixels = random_pixels(batch=5)
+    torch.testing.assert_close(program.module()(pixels).logits, head(pixels).logits)
+
+
+def test_a_classifier_that_lost_its_attention_head_is_refused(tmp_path):
+    model = ViTScratchForImageClassification(tiny_config(pooling="attention"))
+    state = {name: tensor for name, tensor in model.state_dict().items() if "attention_pooling" not in name}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(InputError, match=r"vit\.attention_pooling\.probe"):
+        ViTScratchForImageClassification.from_pretrained(tmp_path)
+
+
+def test_a_replacement_is_never_the_patch_itself():
+    embeddings = torch.arange(6.0).view(1, 6, 1)
+    fate = torch.full((1, 6), 0.85)  # between what is masked and what stays
+    for other in (0.0, 0.5, 0.999):
+        mask = torch.ones(1, 6, dtype=torch.bool)
+        result = corrupted(embeddings, mask, fate, torch.full((1, 6), other), torch.full((1, 1, 1), -1.0))
+        assert (result != embeddings).all()
+        assert (result >= 0).all()
+
+
+def test_the_decoder_has_plain_layers_whatever_the_encoder_has():
+    fields = {"layer_scale_init": 0.1, "qk_norm": True, "mlp_type": "swiglu", "hidden_act": "silu"}
+    names = {name for name, _ in autoencoder(**fields).decoder.layers[0].named_parameters()}
+    plain = {name for name, _ in autoencoder().decoder.layers[0].named_parameters()}
+    assert names == plain
+
+
+def test_the_distillation_token_parts_from_the_class_token(tmp_path):
+    model = ViTScratchForImageClassification(
+        tiny_config(use_distillation_token=True, position_embedding_type="rope_2d")
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(random_pixels(), labels=torch.tensor([0, 3])).loss.backward()
+        optimizer.step()
+    assert not torch.allclose(model.classifier.weight, model.distillation_classifier.weight)
