@@ -160,9 +160,8 @@ class ViTScratchDecoder(ViTScratchModule):
         self.num_prefix_tokens = int(bool(config.use_class_token))
         self.embed = nn.Linear(config.hidden_size, width)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
-        num_tokens = self.num_prefix_tokens + config.num_patches
         # Fixed, so a buffer: loading makes every parameter trainable.
-        self.register_buffer("position_embeddings", torch.zeros(1, num_tokens, width))
+        self.register_buffer("position_embeddings", self._fixed_positions(like=self.embed.weight))
         layer_config = _decoder_config(config)
         self.layers = nn.ModuleList([ViTScratchLayer(layer_config) for _ in range(config.decoder_num_hidden_layers)])
         for layer in self.layers:  # so that the attention kernel stays the one the model is set to
@@ -175,11 +174,13 @@ class ViTScratchDecoder(ViTScratchModule):
         for dense in (self.embed, self.prediction):
             init.xavier_uniform_(dense.weight)
             init.zeros_(dense.bias)
+        init.copy_(self.position_embeddings, self._fixed_positions(like=self.position_embeddings))
+
+    def _fixed_positions(self, like: Tensor) -> Tensor:
         # MAE: frequencies 10000 ** -(k / (D / 4)). Here: those of sincos_2d; a converted table stays as it is.
         width = self.config.decoder_hidden_size
-        patches = sincos_positions(self.config.grid_size, width, like=self.position_embeddings)
-        prefix = patches.new_zeros(1, self.num_prefix_tokens, width)
-        init.copy_(self.position_embeddings, torch.cat((prefix, patches), dim=1))
+        patches = sincos_positions(self.config.grid_size, width, like=like)
+        return torch.cat((patches.new_zeros(1, self.num_prefix_tokens, width), patches), dim=1)
 
     def resize(self, old: ViTScratchConfig, new: ViTScratchConfig) -> None:
         self.position_embeddings = self._positions_for(new.grid_size)
